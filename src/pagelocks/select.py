@@ -1,0 +1,41 @@
+"""From shares to the pages a KV head reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import LocksConfig
+
+
+def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
+    """The sink pages, the recent pages and the best others by share, within the budget.
+
+    Parameters
+    ----------
+    share : (..., P)
+        From `page_share`.  Pages past P, up to the end of the sequence, count as share 0.
+    lengths : integer (...)
+        Tokens in the sequence.
+    config : LocksConfig
+
+    Returns
+    -------
+    int32 (..., budget_pages)
+        Page ids, ascending, then -1: min(budget_pages, pages of the sequence) distinct ones.  Ties go to the lower
+        page; a page of share +inf comes before any other but sink and recent.
+    """
+    lengths = lengths.broadcast_to(share.shape[:-1]).to(torch.int64)
+    held = (lengths + config.page_size - 1).div(config.page_size, rounding_mode="floor").unsqueeze(-1)
+    columns = max(share.shape[-1], config.budget_pages, int(held.max()) if held.numel() else 0)
+    share = torch.nn.functional.pad(share, (0, columns - share.shape[-1]))
+    pages = torch.arange(columns, device=share.device).expand_as(share)
+    always = (pages < config.sink_pages) | (pages >= held - config.recent_pages)
+    # 0: always kept, 1: in the sequence, 2: past its end.
+    rank = torch.where(pages >= held, 2, torch.where(always, 0, 1))
+    # Two stable sorts, the lesser key first: by share, then by rank; equal shares keep their order, lower page first.
+    order = share.sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(-1, rank.gather(-1, order).sort(dim=-1, stable=True).indices)
+    chosen = order[..., : config.budget_pages]
+    chosen = torch.where(chosen < held, chosen, columns).sort(-1).values
+    return torch.where(chosen < columns, chosen, -1).to(torch.int32)

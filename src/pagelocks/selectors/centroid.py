@@ -1,0 +1,20 @@
+"""The centroid: a page is its mean key, the smallest page-local summary there is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .base import PageSource
+
+
+class Centroid:
+    """s_g(j) = q_g . mean(k_i) * scale + log B: LOCKS at rank 0, unquantised.  2 d bytes a page in bf16."""
+
+    def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
+        """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
+        keys = pages.keys().to(torch.float32)
+        mass = query.to(torch.float32) @ keys.mean(-2).mT * scale + math.log(keys.shape[-2])
+        return torch.where(mass.isfinite(), mass, torch.inf)

@@ -1,0 +1,20 @@
+"""The oracle: exact log-mass, at the price of reading every key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import PageSource
+
+
+class Exact:
+    """s_g(j) = logsumexp_i(q_g . k_i * scale) over the page's keys; what every estimate is measured against."""
+
+    def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
+        """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
+        keys = pages.keys().to(torch.float32)
+        count, size, _ = keys.shape[-3:]
+        logits = (query.to(torch.float32) @ keys.flatten(-3, -2).mT * scale).unflatten(-1, (count, size))
+        mass = logits.logsumexp(-1)
+        return torch.where(mass.isfinite(), mass, torch.inf)
