@@ -68,10 +68,10 @@ class LocksConfig:
         for name, least in (("sink_pages", 0), ("recent_pages", 1), ("dense_below", 0)):
             if getattr(self, name) < least:
                 raise reject(name, getattr(self, name), f"the least is {least}", f"Use {least} or more.")
-        # `in` would take True for 1 and 4.0 for 4, hence the types too.
-        if self.basis_bits not in BASIS_BITS or type(self.basis_bits) not in (int, type(None)):
+        # `in` would take True for 1 and 4.0 for 4, hence the types too; they come first, as an array may not compare.
+        if type(self.basis_bits) not in (int, type(None)) or self.basis_bits not in BASIS_BITS:
             raise reject("basis_bits", self.basis_bits, "2, 4, 8 or None (fp32)", "Use 4.")
-        if self.coefficient_bits not in COEFFICIENT_BITS or type(self.coefficient_bits) not in (int, type(None)):
+        if type(self.coefficient_bits) not in (int, type(None)) or self.coefficient_bits not in COEFFICIENT_BITS:
             raise reject("coefficient_bits", self.coefficient_bits, "8 or None (fp32)", "Use 8.")
         least = (self.sink_pages + self.recent_pages + 1) * self.page_size
         if self.budget < least or self.budget % self.page_size:

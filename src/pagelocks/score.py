@@ -72,6 +72,8 @@ def page_share(log_mass: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor
         0 for pages that are not complete; +inf for a complete page whose log-mass is +inf or NaN in any head: it is
         to be read exactly and stays out of the denominator.
     """
+    if log_mass.shape[-1] == 0:  # no complete page yet
+        return log_mass.new_zeros((*log_mass.shape[:-2], 0), dtype=torch.float32)
     pages = torch.arange(log_mass.shape[-1], device=log_mass.device)
     complete = (pages + 1) * config.page_size <= lengths.unsqueeze(-1)  # (..., P)
     unknown = (log_mass.isnan() | (log_mass == torch.inf)).any(-2)

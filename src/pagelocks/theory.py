@@ -20,7 +20,7 @@ def unquantised(rank: int, page_size: int) -> LocksConfig:
 
 
 def spectral_tail(keys: Tensor, rank: int) -> Tensor:
-    """tau_j = sum over k > rank of S_k^2, the energy that rank `rank` drops; keys (..., P, B, d) -> float64 (..., P)."""
+    """tau_j, the sum over k > rank of S_k^2, which this rank drops: keys (..., P, B, d) -> float64 (..., P)."""
     return summarize(keys, unquantised(rank, keys.shape[-2])).tail
 
 

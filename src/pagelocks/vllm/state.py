@@ -1,0 +1,119 @@
+"""What the LOCKS layers of one engine share: options, counters, trace; and the start-up log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from typing import IO, TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.logger import init_logger
+
+from ..selectors import SELECTORS, Selector
+from .counters import CounterFile
+from .options import options_of
+from .support import refuse_engine, refuse_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.plugins.pagelocks")
+
+LOG_INTERVAL_S = 10.0
+
+
+class LocksState:
+    """Shared by the LOCKS layers of one engine; made when the first of them is.
+
+    `options` may be replaced between steps by code in the same process (records do not depend on budget or selector).
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.options = options_of(vllm_config)
+        refuse_version(self.options.allow_untested_vllm)
+        refuse_engine(vllm_config)
+        self.instance = vllm_config.instance_id
+        self.counters = CounterFile(self.instance)
+        self.layers: list[str] = []
+        self._selectors: dict[str, Selector] = {}
+        self._trace: IO[str] | None = None
+        self._logged_at, self._logged = time.monotonic(), 0
+        weakref.finalize(self, self.counters.path.unlink, missing_ok=True)  # also when the process ends
+
+    @property
+    def selector(self) -> Selector:
+        """The selector that the options name; one instance an engine."""
+        name = self.options.selector
+        if name not in self._selectors:
+            self._selectors[name] = SELECTORS[name]()
+        return self._selectors[name]
+
+    def describe(self, layers: list[str], kv_bytes_a_page: int, record_bytes: int) -> None:
+        """Log what was asked for, and tell readers of the counters which layers they are of."""
+        options, config = self.options, self.options.config
+        self.layers = layers
+        header = {
+            "instance": self.instance,
+            "pid": os.getpid(),
+            "layers": layers,
+            "budget": config.budget,
+            "rank": config.rank,
+            "page_bytes": kv_bytes_a_page,
+            "record_bytes": record_bytes,
+        }
+        self.counters.describe(header)
+        logger.info(
+            "LOCKS is on for %d layers: budget %d tokens = %d pages of %d a KV head, of them %d sink and %d recent "
+            "pages always kept; dense_below %d tokens; rank %d, a summary of %d bytes beside %d bytes of K and V "
+            "a page (%.1f%%)%s.",
+            len(layers),
+            config.budget,
+            config.budget_pages,
+            config.page_size,
+            config.sink_pages,
+            config.recent_pages,
+            config.dense_below,
+            config.rank,
+            record_bytes,
+            kv_bytes_a_page,
+            100 * record_bytes / kv_bytes_a_page,
+            "" if options.selector == "locks" else f"; pages ranked by the selector {options.selector!r}, not by LOCKS",
+        )
+
+    def log_progress(self) -> None:
+        """Every ten seconds of work, a line with the counters."""
+        now = time.monotonic()
+        if now - self._logged_at < LOG_INTERVAL_S:
+            return
+        values = self.counters.values[: len(self.layers)]
+        steps, sparse, dense = values[:, :3].max(0)
+        read, skipped, built = values[:, 3:6].sum(0)
+        self._logged_at = now
+        if steps != self._logged:
+            self._logged = steps
+            logger.info(
+                "LOCKS: %d steps, rows %d sparse and %d dense, pages %d read and %d skipped (%.1f%% read), "
+                "%d summaries built.",
+                steps, sparse, dense, read, skipped, 100 * read / max(1, read + skipped), built,
+            )  # fmt: skip
+
+    def trace(self, layer: str, step: int, row: int, length: int, pages: Tensor) -> None:
+        """Write one row's selected pages, (kv heads, budget_pages), as a line of JSON."""
+        if self._trace is None:
+            assert self.options.trace is not None
+            self._trace = open(self.options.trace, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the engine)
+        chosen = [[page for page in head if page >= 0] for head in pages.tolist()]
+        line: dict[str, Any] = {"layer": layer, "step": step, "row": row, "length": length, "pages": chosen}
+        self._trace.write(json.dumps(line) + "\n")
+        self._trace.flush()
+
+
+def state_of(vllm_config: VllmConfig) -> LocksState:
+    """The state that the layers of this engine share: the one that its summary caches hold, or a new one."""
+    from .summary_cache import SummaryCache
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    held = (layer.state for layer in layers if isinstance(layer, SummaryCache))
+    return next(held, None) or LocksState(vllm_config)
