@@ -41,7 +41,7 @@ def sparse_attention(
     query : (..., G, d)
     keys, values : (..., tokens, d)
     pages : integer (..., k)
-        Page ids in any order, -1 for none; tokens past `lengths` are not attended.
+        Distinct page ids in any order, -1 for none; tokens past `lengths` are not attended.
     lengths : integer (...)
     scale : float
     page_size : int
@@ -63,7 +63,9 @@ def sparse_attention(
     index = (pages.to(torch.int64).unsqueeze(-1) * page_size + within).flatten(-2)  # (..., k * page_size)
     mask = (pages >= 0).repeat_interleave(page_size, -1) & (index < lengths.unsqueeze(-1))
     if bool((mask & (index >= tokens)).any()):
-        allowed = f"the {tokens} tokens given hold {-(-tokens // page_size)} pages"
-        raise reject("pages", int(pages.max()), allowed, "Pass every token of the sequence, and its length.")
+        allowed = f"page {int(pages.max())} is listed, but {tokens} tokens were given"
+        raise reject("lengths", lengths.tolist(), allowed, "Pass every token of the sequence, and its length.")
+    if tokens == 0:
+        return torch.zeros_like(query)
     index = torch.where(mask, index, 0).unsqueeze(-1).expand(*index.shape, head_dim)
     return attend(query, keys.gather(-2, index), values.gather(-2, index), mask, scale)

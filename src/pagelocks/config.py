@@ -88,3 +88,13 @@ class LocksConfig:
     def pages_in(self, tokens: int) -> int:
         """Pages that `tokens` tokens touch, the last one perhaps partial."""
         return -(-tokens // self.page_size)
+
+
+def check_lengths(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
+    """Raise ValueError unless lengths of this shape are one number, or have a dimension for each leading one.
+
+    Fewer dimensions would broadcast from the right: lengths of a batch, say, against KV heads.
+    """
+    if shape and (len(shape) != len(lead) or any(n not in (1, m) for n, m in zip(shape, lead, strict=True))):
+        allowed = f"one number, or a shape that broadcasts to {lead} with as many dimensions"
+        raise reject("lengths.shape", shape, allowed, "Add dimensions of size 1 with unsqueeze.")

@@ -13,7 +13,8 @@ A record summarises one page of one KV head.  Little-endian throughout; r = rank
     .       to 16            zeros up to a multiple of 16
     .       r columns        in order of energy, the first the largest; each column, padded with zeros to 16 bytes:
                              d basis codes (bits / 8 bytes each, lowest bits first, biased by 2**(bits - 1);
-                             int8 is unbiased; fp32 if unquantised), then B coefficients (int8 or fp32)
+                             int8 is unbiased; fp32 if unquantised), zeros up to a multiple of 4, then B
+                             coefficients (int8 or fp32)
     .       to 32            zeros up to a multiple of 32
 
 So the first c columns and the header are one contiguous prefix, enough to score at rank c.  At r = 8, B = 16, d = 128,
@@ -49,7 +50,7 @@ def check_head_dim(head_dim: int, config: LocksConfig) -> None:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Byte offsets within a record; make one with `record_layout`."""
+    """Byte offsets within a record, and of `coefficients` within a column; make one with `record_layout`."""
 
     centroid_scale: int
     tail: int
@@ -59,6 +60,7 @@ class RecordLayout:
     columns: int
     column_bytes: int
     basis_bytes: int
+    coefficients: int
     record_bytes: int
 
 
@@ -79,7 +81,8 @@ def record_layout(head_dim: int, config: LocksConfig) -> RecordLayout:
     header = coefficient_scale + (0 if config.coefficient_bits is None else 2 * config.page_size)
     centroid = align(header, PART_ALIGNMENT)
     columns = align(centroid + head_dim * entry_bytes, PART_ALIGNMENT)
-    column_bytes = align(basis_bytes + config.page_size * entry_bytes, PART_ALIGNMENT)
+    coefficients = align(basis_bytes, 4)
+    column_bytes = align(coefficients + config.page_size * entry_bytes, PART_ALIGNMENT)
     return RecordLayout(
         centroid_scale=2,
         tail=4,
@@ -89,5 +92,6 @@ def record_layout(head_dim: int, config: LocksConfig) -> RecordLayout:
         columns=columns,
         column_bytes=column_bytes,
         basis_bytes=basis_bytes,
+        coefficients=coefficients,
         record_bytes=align(columns + config.rank * column_bytes, ALIGNMENT),
     )

@@ -355,7 +355,8 @@ def _convert(name: str, gguf: str, folder: str) -> None:
     tokenizer.model_max_length = source.context_length
     stop = [tokenizer.convert_tokens_to_ids(token) for token in source.stop_tokens]
     model.config.eos_token_id = stop[0]
-    model.generation_config = transformers.GenerationConfig(
+    generation: Any = transformers.GenerationConfig
+    model.generation_config = generation(
         bos_token_id=model.config.bos_token_id, eos_token_id=stop, pad_token_id=model.config.pad_token_id
     )
     model.save_pretrained(folder)

@@ -45,7 +45,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes.contiguous().view(torch.uint8)
     lanes = 8 // bits
     biased = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).unflatten(-1, (-1, lanes))
-    packed = biased[..., 0]
+    packed: Tensor = biased[..., 0]
     for lane in range(1, lanes):
         packed = packed | (biased[..., lane] << (bits * lane))
     return packed
@@ -57,4 +57,5 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
         return packed.contiguous().view(torch.int8)
     mask = 2**bits - 1
     lanes = [(packed >> (bits * lane)) & mask for lane in range(8 // bits)]
-    return (torch.stack(lanes, dim=-1).flatten(-2).view(torch.int8)) - 2 ** (bits - 1)
+    codes: Tensor = torch.stack(lanes, dim=-1).flatten(-2).view(torch.int8) - 2 ** (bits - 1)
+    return codes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import LocksConfig, reject
+from .config import LocksConfig, check_lengths, reject
 from .quantize import power_of_two
 from .summary import PageSummary
 
@@ -35,13 +35,13 @@ def log_mass(query: Tensor, summary: PageSummary, scale: float) -> Tensor:
         allowed = f"the summaries hold keys of size {summary.head_dim}"
         raise reject("query.shape[-1]", query.shape[-1], allowed, "Score with the summaries of the same layer.")
     group = query.shape[-2]
-    query = query.to(torch.float32)
+    query = query.to(torch.float64)
     query_exponent = torch.frexp(query.abs().amax(-1)).exponent  # (..., G)
     query = (query * power_of_two(-query_exponent).unsqueeze(-1)).to(torch.float32)
     centre = query @ summary.centroid_in_page_units().mT  # (..., G, P)
     basis = summary.basis_in_page_units()  # (..., P, r, d)
     pages, rank, _ = basis.shape[-3:]
-    projection = (query @ basis.flatten(-3, -2).mT).unflatten(-1, (pages, rank))  # (..., G, P, r)
+    projection = torch.unflatten(query @ basis.flatten(-3, -2).mT, -1, (pages, rank))  # (..., G, P, r)
     # Batched over pages: (P, G, r) @ (P, r, B).
     logits = projection.transpose(-3, -2) @ summary.coefficients_in_page_units()
     logits = logits + centre.transpose(-2, -1).unsqueeze(-1)  # (..., P, G, B)
@@ -63,7 +63,7 @@ def page_share(log_mass: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor
     ----------
     log_mass : (..., G, P)
     lengths : integer (...)
-        Tokens in the sequence.
+        Tokens in the sequence; one number, or as many dimensions as lead.
     config : LocksConfig
 
     Returns
@@ -72,6 +72,7 @@ def page_share(log_mass: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor
         0 for pages that are not complete; +inf for a complete page whose log-mass is +inf or NaN in any head: it is
         to be read exactly and stays out of the denominator.
     """
+    check_lengths(tuple(lengths.shape), tuple(log_mass.shape[:-2]))
     if log_mass.shape[-1] == 0:  # no complete page yet
         return log_mass.new_zeros((*log_mass.shape[:-2], 0), dtype=torch.float32)
     pages = torch.arange(log_mass.shape[-1], device=log_mass.device)

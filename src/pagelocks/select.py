@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import LocksConfig
+from .config import LocksConfig, check_lengths
 
 
 def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
@@ -16,7 +16,7 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
     share : (..., P)
         From `page_share`.  Pages past P, up to the end of the sequence, count as share 0.
     lengths : integer (...)
-        Tokens in the sequence.
+        Tokens in the sequence; one number, or as many dimensions as lead.
     config : LocksConfig
 
     Returns
@@ -25,6 +25,7 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
         Page ids, ascending, then -1: min(budget_pages, pages of the sequence) distinct ones.  Ties go to the lower
         page; a page of share +inf comes before any other but sink and recent.
     """
+    check_lengths(tuple(lengths.shape), tuple(share.shape[:-1]))
     lengths = lengths.broadcast_to(share.shape[:-1]).to(torch.int64)
     held = (lengths + config.page_size - 1).div(config.page_size, rounding_mode="floor").unsqueeze(-1)
     columns = max(share.shape[-1], config.budget_pages, int(held.max()) if held.numel() else 0)

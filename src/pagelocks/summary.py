@@ -6,8 +6,8 @@ Build (LOCKS, arXiv 2607.24555, Algorithm 1), for a page of B keys k_i of size d
 
 Two departures make the result the same whatever the batch, and safe for any finite key.  Every page is first divided
 by a power of two, which is stored, so nothing overflows and every scale fits fp16.  The deviations that enter the Gram
-matrix are rounded to 22-bit integers: its float64 sums are then exact, so their order (which changes with batch,
-threads and library) cannot change a bit of the record.
+matrix are split into two integers of 21 bits: the float64 sums of their products are then exact, so their order (which
+changes with batch, threads and library) cannot change a bit of the record.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UNSCORABLE = -32768
 
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEY_BITS = 40  # keys as integers of 40 bits: sums of 64 stay exact in float64
-_DEVIATION_BITS = 21  # deviations below 1 as integers of 21 bits: 256 products stay exact in float64
-_ZERO_COLUMN = 2.0**-16  # singular values below this, beside the largest deviation, are rounding noise
+_HALF_BITS = 21  # deviations below 1 as two integers of 21 bits: 256 products of them stay exact in float64
+_ZERO_COLUMN = 2.0**-22  # singular values below this, beside the largest deviation, are rounding noise
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class PageSummary:
         basis = self.basis.contiguous().view(torch.uint8) if bits is None else pack_codes(self.basis, bits)
         columns[..., : layout.basis_bytes] = basis
         coefficients = self.coefficients.contiguous().view(torch.uint8)
-        columns[..., layout.basis_bytes : layout.basis_bytes + coefficients.shape[-1]] = coefficients
+        columns[..., layout.coefficients : layout.coefficients + coefficients.shape[-1]] = coefficients
         return record
 
     @classmethod
@@ -145,23 +145,23 @@ class PageSummary:
             raise reject("record", found, allowed, "Unpack with the configuration the records were made with.")
 
         def get(offset: int, count: int, dtype: torch.dtype) -> Tensor:
-            return record[..., offset : offset + count * dtype.itemsize].contiguous().view(dtype)
+            return _viewed(record[..., offset : offset + count * dtype.itemsize], dtype)
 
         entry = torch.float32 if config.coefficient_bits is None else torch.int8
         columns = _columns(record, layout, config.rank)
         basis = columns[..., : layout.basis_bytes]
-        coefficients = columns[..., layout.basis_bytes : layout.basis_bytes + config.page_size * entry.itemsize]
+        coefficients = columns[..., layout.coefficients : layout.coefficients + config.page_size * entry.itemsize]
         half = torch.float16
         quantised_entry, quantised_basis = config.coefficient_bits is not None, config.basis_bits is not None
         return cls(
             exponent=(get(0, 1, torch.int16).squeeze(-1) ^ UNSCORABLE).to(torch.int32),
             centroid=get(layout.centroid, head_dim, entry),
             centroid_scale=get(layout.centroid_scale, 1, half).squeeze(-1) if quantised_entry else None,
-            basis=basis.contiguous().view(torch.float32)
+            basis=_viewed(basis, torch.float32)
             if config.basis_bits is None
             else unpack_codes(basis, config.basis_bits),
             basis_scale=get(layout.basis_scale, config.rank, half) if quantised_basis else None,
-            coefficients=coefficients.contiguous().view(entry),
+            coefficients=_viewed(coefficients, entry),
             coefficient_scale=get(layout.coefficient_scale, config.page_size, half) if quantised_entry else None,
             page_tail=get(layout.tail, 1, torch.float32).squeeze(-1),
             config=config,
@@ -234,9 +234,7 @@ def check_keys(keys: Tensor, config: LocksConfig) -> None:
 def _decompose(deviations: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """V as rows (..., P, r, d), C as columns (..., P, r, B) and the tail (..., P) of centred pages, in float64."""
     deviations, exponent = _divided_by_power_of_two(deviations)
-    integers = (deviations * 2.0**_DEVIATION_BITS).round()
-    gram = (integers @ integers.mT) * 2.0 ** (-2 * _DEVIATION_BITS)
-    energy, vectors = torch.linalg.eigh(gram)  # ascending
+    energy, vectors = torch.linalg.eigh(_gram(deviations))  # ascending
     energy, vectors = energy.flip(-1).clamp(min=0), vectors.flip(-1).mT  # rows of `vectors`: u_k over the tokens
     kept = energy[..., :rank].sqrt()
     kept = torch.where(kept > _ZERO_COLUMN, kept, 0)
@@ -255,6 +253,15 @@ def _decompose(deviations: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return basis, coefficients, tail
 
 
+def _gram(deviations: Tensor) -> Tensor:
+    """D D^T (..., B, B) of deviations below 1: each product of integers is exact, and they are added in one order."""
+    step = 2.0**_HALF_BITS
+    high = (deviations * step).round()
+    low = ((deviations * step - high) * step).round()
+    mixed = high @ low.mT
+    return (high @ high.mT) * step**-2 + (mixed + mixed.mT) * step**-3 + (low @ low.mT) * step**-4
+
+
 def _divided_by_power_of_two(pages: Tensor) -> tuple[Tensor, Tensor]:
     """`pages` with the largest magnitude of each brought into [0.5, 1), and the exponents (..., P)."""
     exponent = torch.frexp(pages.abs().flatten(-2).amax(-1)).exponent
@@ -266,7 +273,13 @@ def _scaled(codes: Tensor, scale: Tensor | None, dim: int) -> Tensor:
     return values if scale is None else values * scale.to(torch.float32).unsqueeze(dim)
 
 
+def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as `dtype`; copied first, as a slice of a record need not start where `dtype` may."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _columns(record: Tensor, layout: RecordLayout, rank: int) -> Tensor:
     """A view (..., P, r, column_bytes) of a record's columns."""
     span = rank * layout.column_bytes
-    return record[..., layout.columns : layout.columns + span].unflatten(-1, (rank, layout.column_bytes))
+    columns = record[..., layout.columns : layout.columns + span]
+    return torch.unflatten(columns, -1, (rank, layout.column_bytes))

@@ -41,7 +41,8 @@ def log_mass_error_bound(query: Tensor, keys: Tensor, rank: int, scale: float) -
     query = query.double()
     projection = torch.einsum("...gd,...prd->...gpr", query, basis)
     outside = query.unsqueeze(-2) - torch.einsum("...gpr,...prd->...gpd", projection, basis)
-    return outside.norm(dim=-1) * summary.tail.sqrt().unsqueeze(-2) * scale
+    length: Tensor = torch.linalg.vector_norm(outside, dim=-1)
+    return length * summary.tail.sqrt().unsqueeze(-2) * scale
 
 
 def retention_bound(eta: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ def output_identity(query: Tensor, keys: Tensor, values: Tensor, kept: Tensor, s
 def blind_direction(shared: Tensor) -> Tensor:
     """A unit vector (d,) orthogonal to the columns of a shared projection (d, rho), rho < d."""
     full = torch.linalg.qr(shared.double(), mode="complete").Q
-    return full[:, shared.shape[1]]
+    direction: Tensor = full[:, shared.shape[1]]
+    return direction
 
 
 def blind_page(page: Tensor, shared: Tensor, distance: float) -> Tensor:

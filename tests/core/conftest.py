@@ -29,13 +29,23 @@ the west, it drummed a little by itself.
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors here are small: on a busy machine, threads would wait for each other far longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class RealLayer:
-    """One layer's attention input: query (kv heads, G, T, d), keys and values (kv heads, T, d), fp32, after RoPE."""
+    """One layer's attention, fp32: query and output (kv heads, G, T, d), keys and values (kv heads, T, d) as cached."""
 
     query: Tensor
     keys: Tensor
     values: Tensor
+    output: Tensor
     scale: float
 
     def pages(self, page_size=16):
@@ -58,12 +68,13 @@ def real_layers():
     from pagelocks.models import fetch
 
     path = fetch("SmolLM2-135M-Instruct")
-    wanted, queries, scales = (0, 9, 20, 29), {}, {}
+    wanted, recorded = (0, 9, 20, 29), {}
 
     def recording(module, query, key, value, attention_mask, scaling, **others):
+        output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         if module.layer_idx in wanted:
-            queries[module.layer_idx], scales[module.layer_idx] = query, scaling
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+            recorded[module.layer_idx] = query, output.transpose(1, 2), scaling
+        return output, weights
 
     transformers.AttentionInterface.register("recording", recording)
     AttentionMaskInterface.register("recording", sdpa_mask)
@@ -77,7 +88,9 @@ def real_layers():
         cache = model.model(tokens, use_cache=True).past_key_values
     layers = {}
     for index in wanted:
+        query, output, scale = recorded[index]
         keys, values = cache.layers[index].keys[0].clone(), cache.layers[index].values[0].clone()
-        query = queries[index][0].unflatten(0, (keys.shape[0], -1)).clone()
-        layers[index] = RealLayer(query, keys, values, scales[index])
+        # Consecutive query heads share a KV head.
+        query, output = (part[0].unflatten(0, (keys.shape[0], -1)).clone() for part in (query, output))
+        layers[index] = RealLayer(query, keys, values, output, scale)
     return layers

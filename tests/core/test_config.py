@@ -82,7 +82,8 @@ def test_rank_out_of_range(rank, page_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"), [("sink_pages", -1, 0), ("recent_pages", 0, 1), ("recent_pages", -3, 1), ("dense_below", -1, 0)]
+    ("name", "value", "least"),
+    [("sink_pages", -1, 0), ("recent_pages", 0, 1), ("recent_pages", -3, 1), ("dense_below", -1, 0)],
 )
 def test_counts_below_the_least(name, value, least):
     assert_rejected(
@@ -95,7 +96,7 @@ def test_counts_below_the_least(name, value, least):
 
 @pytest.mark.parametrize(
     "value",
-    [0, 1, 3, 5, 16, 32, -4, True, False, 4.0, 8.0, "4", np.int64(4), np.array([4]), np.array([2, 4]), torch.tensor([2, 4])],
+    [0, 1, 3, 16, -4, True, False, 4.0, "4", np.int64(4), np.array([4]), np.array([2, 4]), torch.tensor([2, 4])],
     ids=repr,
 )
 def test_bits_that_are_not_offered(value):

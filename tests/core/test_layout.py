@@ -17,7 +17,7 @@ def up(size, to):
 
 
 def decode(record, rank, page_size, head_dim, basis_bits, coefficient_bits):
-    """keys (page_size, head_dim), tail and basis of one record: a second reader, from the documentation alone."""
+    """keys (page_size, head_dim) and tail of one record: a second reader, from the documentation alone."""
     raw = bytes(record)
 
     def read(dtype, offset, count):
@@ -55,10 +55,10 @@ def decode(record, rank, page_size, head_dim, basis_bits, coefficient_bits):
                 byte = raw[cursor + index * basis_bits // 8]
                 code = byte >> (index * basis_bits % 8) & (2**basis_bits - 1)
                 basis[column, index] = (code - 2 ** (basis_bits - 1)) * basis_scale[column]
-        coefficients[column] = read(entry, cursor + basis_bytes, page_size) * token_scale
-        cursor += up(basis_bytes + page_size * entry_bytes, 16)
+        coefficients[column] = read(entry, cursor + up(basis_bytes, 4), page_size) * token_scale
+        cursor += up(up(basis_bytes, 4) + page_size * entry_bytes, 16)
     assert len(raw) == up(cursor, 32)
-    return (centroid + coefficients.T @ basis) * unit, tail, basis
+    return (centroid + coefficients.T @ basis) * unit, tail
 
 
 def test_the_documented_offsets_at_rank_8_and_head_size_128():
@@ -94,7 +94,7 @@ def test_a_second_reader_finds_the_same_keys(head_dim, rank, page_size, basis_bi
     keys = normal(rank, 3, page_size, head_dim) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None] + 0.1
     summary = summarize(keys, config)
     for page, record in enumerate(summary.pack().numpy()):
-        found, tail, basis = decode(record, rank, page_size, head_dim, basis_bits, coefficient_bits)
+        found, tail = decode(record, rank, page_size, head_dim, basis_bits, coefficient_bits)
         close = 2e-6 * keys[page].abs().max().item()
         np.testing.assert_allclose(found, summary.keys()[page].double().numpy(), atol=close, rtol=0)
         np.testing.assert_allclose(tail, summary.tail[page].item(), rtol=1e-12)
@@ -109,7 +109,7 @@ def test_a_second_reader_finds_the_same_keys(head_dim, rank, page_size, basis_bi
 def test_a_second_reader_of_awkward_pages(name, dtype):
     keys = awkward_pages(16, 64, dtype)[name]
     summary = summarize(keys[None], make_config())
-    found, tail, _ = decode(summary.pack()[0].numpy(), 8, 16, 64, 4, 8)
+    found, tail = decode(summary.pack()[0].numpy(), 8, 16, 64, 4, 8)
     largest = torch.finfo(torch.float32).max
     expected = np.clip(found, -largest, largest)
     close = 2e-6 * np.abs(expected).max()
@@ -127,9 +127,9 @@ def test_columns_are_in_order_of_energy(basis_bits, coefficient_bits):
     assert (energy[:, :-1] > energy[:, 1:] * 0.98).all()  # 0.98: int8 may swap two that are nearly equal
     record, layout = summary.pack(), record_layout(64, config)
     shorter = make_config(3, 16, basis_bits, coefficient_bits)
-    prefix = record[:, layout.columns : layout.columns + 3 * layout.column_bytes].unflatten(-1, (3, layout.column_bytes))
-    other, start = summarize(keys, shorter).pack(), record_layout(64, shorter).columns
-    columns = other[:, start : start + 3 * layout.column_bytes].unflatten(-1, (3, layout.column_bytes))
+    size, start = layout.column_bytes, record_layout(64, shorter).columns
+    prefix = record[:, layout.columns : layout.columns + 3 * size].unflatten(-1, (3, size))
+    columns = summarize(keys, shorter).pack()[:, start : start + 3 * size].unflatten(-1, (3, size))
     # Token scales depend on the rank, hence so do coefficient codes, but never the basis.
     assert torch.equal(prefix[..., : layout.basis_bytes], columns[..., : layout.basis_bytes])
 
@@ -150,7 +150,8 @@ def test_all_padding_is_zero(basis_bits, coefficient_bits):
     used[layout.centroid : layout.centroid + head_dim * entry] = True
     for column in range(rank):
         start = layout.columns + column * layout.column_bytes
-        used[start : start + layout.basis_bytes + page_size * entry] = True
+        used[start : start + layout.basis_bytes] = True
+        used[start + layout.coefficients : start + layout.coefficients + page_size * entry] = True
     ever = (record != 0).any(0)
     assert not (ever & ~used).any()
     # The last exponent byte and the scales' bytes are always in use; over 50 pages almost every byte is.
@@ -186,10 +187,11 @@ def test_rank_above_the_head_size():
 
 @pytest.mark.parametrize(
     "record",
-    [torch.zeros(3, 831, dtype=torch.uint8), torch.zeros(3, 512, dtype=torch.uint8), torch.zeros(3, 832, dtype=torch.int8)],
+    [(831, torch.uint8), (512, torch.uint8), (832, torch.int8)],
     ids=["a byte short", "another head size", "another dtype"],
 )
 def test_unpack_refuses_what_it_cannot_read(record):
+    record = torch.zeros(3, record[0], dtype=record[1])
     assert_rejected(
         lambda: PageSummary.unpack(record, 128, make_config()),
         f"{record.dtype} records of {record.shape[-1]} bytes",

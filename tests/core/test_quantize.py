@@ -24,7 +24,12 @@ def test_power_of_two_is_exact_over_the_whole_range():
 
 
 def test_power_of_two_clamps_rather_than_overflows():
-    assert power_of_two(torch.tensor([-32768, -1023, 1024, 2**31])).tolist() == [2.0**-1022, 2.0**-1022, 2.0**1023, 2.0**1023]
+    assert power_of_two(torch.tensor([-32768, -1023, 1024, 2**31])).tolist() == [
+        2.0**-1022,
+        2.0**-1022,
+        2.0**1023,
+        2.0**1023,
+    ]
 
 
 def test_halves_stay_themselves():

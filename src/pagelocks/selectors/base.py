@@ -12,6 +12,11 @@ from ..summary import PageSummary
 class PageSource(Protocol):
     """The complete pages of a sequence, fetched only when asked for, so that a selector's reads are its own."""
 
+    @property
+    def count(self) -> int:
+        """How many there are, P."""
+        ...
+
     def summary(self) -> PageSummary:
         """Summaries of the (..., P) complete pages."""
         ...

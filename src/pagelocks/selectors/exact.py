@@ -15,6 +15,8 @@ class Exact:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
         keys = pages.keys().to(torch.float32)
         count, size, _ = keys.shape[-3:]
-        logits = (query.to(torch.float32) @ keys.flatten(-3, -2).mT * scale).unflatten(-1, (count, size))
+        logits = torch.unflatten(query.to(torch.float32) @ keys.flatten(-3, -2).mT * scale, -1, (count, size))
         mass = logits.logsumexp(-1)
-        return torch.where(mass.isfinite(), mass, torch.inf)
+        # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
+        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+        return torch.where(finite, mass, torch.inf)

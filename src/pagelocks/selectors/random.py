@@ -16,6 +16,5 @@ class Random:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P)."""
-        count = pages.summary().exponent.shape[-1]
-        draws = torch.rand((*query.shape[:-2], 1, count), generator=self._generator).to(query.device)
-        return draws.expand(*query.shape[:-1], count)
+        draws = torch.rand((*query.shape[:-2], 1, pages.count), generator=self._generator).to(query.device)
+        return draws.expand(*query.shape[:-1], pages.count)

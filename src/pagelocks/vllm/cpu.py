@@ -101,9 +101,10 @@ class LocksCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         for name, impl in active.items():
             impl.layer_name = name
         impl = next(iter(active.values()))
-        self.state = impl.state
-        kv_bytes = 2 * PAGE_SIZE * self.head_dim * self.dtype.itemsize
-        self.state.describe([*self.state.layers, *active], kv_bytes, impl.record_bytes)
+        self.state = state = impl.state
+        assert state is not None
+        kv_bytes = 2 * PAGE_SIZE * self.head_dim * kv_cache_spec.dtype.itemsize
+        state.describe([*state.layers, *active], kv_bytes, impl.record_bytes)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -136,7 +137,8 @@ class LocksCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 sparse.append(SparseRow(row, starts[row], length, table[row, :held].to(torch.int64)))
             else:
                 stock.append(row)
-        dense, tokens = (whole, None) if stock else (None, None)
+        dense: CPUAttentionMetadata | None = whole if stock else None
+        tokens: Tensor | None = None
         if stock and sparse:
             dense, tokens = self._subset(common_prefix_len, common, starts, stock)
         none = torch.zeros(0, dtype=torch.int64)
@@ -186,7 +188,7 @@ class PagedKeysAndValues:
         return keys, self._gather(blocks, heads, self._value_places[pages])
 
     def _gather(self, blocks: Tensor, heads: Tensor, places: Tensor) -> Tensor:
-        return self._flat[blocks, heads, places].unflatten(-1, (PAGE_SIZE, self.head_dim))
+        return torch.unflatten(self._flat[blocks, heads, places], -1, (PAGE_SIZE, self.head_dim))
 
 
 class RowPages:
@@ -194,18 +196,18 @@ class RowPages:
 
     def __init__(self, impl: LocksCPUImpl, cache: PagedKeysAndValues, row: SparseRow) -> None:
         self._impl, self._cache, self._row = impl, cache, row
-        self._complete = row.length // PAGE_SIZE
+        self.count = row.length // PAGE_SIZE
 
     def summary(self) -> PageSummary:
         """The records that the cache holds, (kv heads, P)."""
         records = self._impl.summary_cache().records()[self._row.blocks]
-        records = records.transpose(0, 1).flatten(1, 2)[:, : self._complete]
+        records = records.transpose(0, 1).flatten(1, 2)[:, : self.count]
         self._impl.counters[RECORDS_READ] += records.shape[0] * records.shape[1]
         return PageSummary.unpack(records, self._cache.head_dim, self._impl.options.config)
 
     def keys(self) -> Tensor:
         """The keys that the cache holds, (kv heads, P, PAGE_SIZE, head_dim)."""
-        pages = torch.arange(self._complete)
+        pages = torch.arange(self.count)
         pages_a_block = self._impl.summary_cache().records().shape[2]
         return self._cache.keys(self._row.blocks[pages // pages_a_block], pages % pages_a_block)
 
@@ -275,6 +277,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
     def summary_cache(self) -> SummaryCache:
         """The summaries of the K that this layer attends, its own or those of the layer whose K and V it shares."""
         if self.summaries is None:
+            assert self.kv_sharing_target_layer_name is not None
             owner = get_forward_context().no_compile_layers[self.kv_sharing_target_layer_name]
             if owner.impl.summaries is None:
                 raise Unsupported(
@@ -366,7 +369,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
 
     def _check_group(self) -> None:
         """Once: the summaries must be addressed by the attention layer's own block table."""
-        metadata = get_forward_context().attn_metadata
+        metadata: Any = get_forward_context().attn_metadata
         if self.summaries is None or not isinstance(metadata, dict):
             return
         ours, theirs = metadata[self.summaries.layer_name].block_table, metadata[self.layer_name].block_table

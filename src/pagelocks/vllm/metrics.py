@@ -12,7 +12,7 @@ from typing import Any
 
 from .counters import family, read_all
 
-_METRICS = (
+_METRICS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ("steps", "pagelocks_steps", "Model steps that LOCKS took part in", {}),
     ("rows_sparse", "pagelocks_rows", "Rows (a request in a step) by how they attended", {"kind": "sparse"}),
     ("rows_dense", "pagelocks_rows", "Rows (a request in a step) by how they attended", {"kind": "dense"}),
