@@ -1,4 +1,4 @@
-"""After every step of a stress run: each complete page's record is the summary of the K now in the cache, to the bit."""
+"""After every step of a stress run each complete page's record is the summary of the K in the cache, to the bit."""
 
 from __future__ import annotations
 
