@@ -24,7 +24,7 @@ ANSWER = Generation(
     locks={"budget": 256},
     prompt_tokens=1000,
     token_ids=[5, 6, 7],
-    text="forty two",
+    text="forty [two]",
     finish_reason="stop",
     start_s=1.0,
     prefill_s=2.0,
@@ -95,6 +95,7 @@ def test_python_m_pagelocks_is_the_same_program() -> None:
         (["serve", "m", "--attention-backend", "FLASH_ATTN"], "LOCKS is the backend CUSTOM"),
         (["serve", "m", "--attention_backend=FLASH_ATTN"], "LOCKS is the backend CUSTOM"),
         (["serve", "m", "--attention-config", '{"backend": "FLASH_ATTN"}'], "LOCKS is the backend CUSTOM"),
+        (["serve", "m", "--enforce-eager", "-ac", '{"backend": "FLASH_ATTN"}'], "LOCKS is the backend CUSTOM"),
         (["serve", "m", "--attention-config.backend", "FLASH_ATTN"], "LOCKS is the backend CUSTOM"),
         (["serve", "m", "--additional-config", "{"], "a JSON object is needed"),
         (["serve", "m", "--additional-config", '{"locks": {"bugdet": 5}}'], "'bugdet' is not allowed"),
@@ -153,6 +154,8 @@ def test_serve_merges_options_and_passes_the_rest_on() -> None:
         ["--attention-backend=custom"],
         ["--attention-config", '{"backend": "CUSTOM"}'],
         ["--attention-config.backend", "CUSTOM"],
+        ["--attention-config", '{"other": 1}', "--attention-backend", "CUSTOM"],
+        ["--enforce-eager", "-ac", '{"backend": "CUSTOM"}'],
     ],
 )
 def test_serve_asks_for_the_backend_once(flags: list[str]) -> None:
@@ -228,7 +231,7 @@ def test_generate_prints_one_json_object(
     assert asked["chat"] is False
     assert status(words) == 0
     out = capsys.readouterr().out
-    assert "forty two" in out
+    assert "forty [two]" in out
     assert "37.5%" in out
     assert ("The answers are the same." in out) == compared
 
@@ -273,6 +276,7 @@ def test_root_cause() -> None:
 
 NOISY = """
 import json, os, sys
+BEGIN
 job = json.load(sys.stdin)
 os.write(1, b"noise on standard output\\n")
 os.write(2, b"noise on standard error\\n")
@@ -283,9 +287,9 @@ with open(int(sys.argv[1]), "w") as events:
 """
 
 
-def child(monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], end: str = "") -> None:
+def child(monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], end: str = "", begin: str = "") -> None:
     """Put a script in the place of the process that runs vLLM."""
-    code = NOISY.replace("EVENTS", repr(events)).replace("EXIT", end)
+    code = NOISY.replace("EVENTS", repr(events)).replace("EXIT", end).replace("BEGIN", begin)
     monkeypatch.setattr(generating, "_CHILD", (sys.executable, "-c", code))
 
 
@@ -324,6 +328,22 @@ def test_an_engine_that_fails_exits_with_1_and_one_line(
     assert out == ""
     assert err.splitlines()[0] == "pagelocks generate: error: the engine failed: Unsupported: LOCKS does not support X."
     assert len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("RuntimeError: Engine core initialization failed. See above.", "Unsupported: LOCKS does not support X."),
+        ("Value error, the context is too long", "Value error, the context is too long"),
+    ],
+)
+def test_the_failure_that_is_told_is_the_cause(
+    text: str, expected: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, [{"event": "failure", "text": text}], begin=f"print({LOG!r}, flush=True)")
+    with pytest.raises(EngineFailure) as caught:
+        generating.generate(model, "Hello")
+    assert str(caught.value) == expected
 
 
 def test_an_engine_that_dies_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,16 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from pagelocks.eval.needle import Cell, counting, main, report_text, show, verdicts
+from pagelocks.eval.needle import MAX_MODEL_LEN, Cell, Engine, counting, main, report_text, show, verdicts
+from pagelocks.prompts import NeedlePrompt
+from pagelocks.vllm.counters import FIELDS
 
 
 def cell(context: int, selector: str, budget: int | None, right: int, asked: int = 20) -> Cell:
@@ -87,6 +92,53 @@ def test_bad_arguments_stop_before_the_engine(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+class FakeEngine(Engine):
+    """Everything but vLLM: each prompt is answered by its first token's id, in 9 tokens; the counters grow as told."""
+
+    def __init__(self, **added: int) -> None:
+        counters = SimpleNamespace(values=np.zeros((4, len(FIELDS)), int))
+        self.state: Any = SimpleNamespace(counters=counters, layers=["a", "b"])
+        self.llm: Any = SimpleNamespace(generate=self.generate)
+        self.sampling: Any = None
+        self.added = added
+
+    def generate(self, prompts: list[list[int]], sampling: object, use_tqdm: bool) -> list[SimpleNamespace]:
+        for name, value in self.added.items():
+            self.state.counters.values[:2, FIELDS.index(name)] += value
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {p[0]}", token_ids=[0] * 9)]) for p in prompts]
+
+
+PROMPTS = [NeedlePrompt("", "1234567", (1234567,), "key", 0.5, "noise", 0), NeedlePrompt("", "7", (8,), "", 0, "", 1)]
+
+
+def test_answers_and_pages_are_added_up_over_batches() -> None:
+    engine, asked = FakeEngine(rows_sparse=16, pages_read=5, pages_skipped=7), Cell(1024, "exact", 128)
+    engine.answer(asked, PROMPTS)
+    engine.answer(asked, PROMPTS)
+    assert asked.right == [True, False] * 2 and asked.answers == [" 1234567", " 8"] * 2
+    assert (asked.pages_read, asked.pages_skipped) == (20, 28)
+    assert (engine.state.options.selector, engine.state.options.config.budget) == ("exact", 128)
+    engine = FakeEngine(rows_dense=16)
+    engine.answer(Cell(1024, "dense", None), PROMPTS)
+    assert engine.state.options.config.dense_below > MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    ("selector", "budget", "added"),
+    [
+        ("dense", None, {"rows_sparse": 1}),
+        ("locks", 128, {"rows_dense": 16}),
+        ("locks", 128, {"rows_sparse": 15, "pages_read": 5, "pages_skipped": 7}),  # of 2 answers' 8 steps each
+        ("locks", 128, {"rows_sparse": 16, "pages_read": 5}),
+    ],
+)
+def test_a_run_that_was_not_what_was_asked_for_stops_it(
+    selector: str, budget: int | None, added: dict[str, int]
+) -> None:
+    with pytest.raises(RuntimeError, match="sparse"):
+        FakeEngine(**added).answer(Cell(1024, selector, budget), PROMPTS)
 
 
 @pytest.mark.model

@@ -195,7 +195,7 @@ def test_memory_stays_flat(server: Server) -> None:
         return sum(process.memory_info().rss for process in tree)
 
     def ask(number: int) -> None:
-        server.complete([*shared, *range(1000 + number, 1020 + number)], 3, seed=number)
+        server.complete([*shared, *range(1000 + number, 1020 + number)], 2, seed=number)
 
     before = server.metric("pagelocks_rows_total", 'kind="sparse"')
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__, models
 from .generate import Comparison, EngineFailure, Generation, compare, generate, milliseconds, percent, reporter
@@ -229,7 +230,7 @@ def show(result: Comparison | Generation, console: Console) -> None:
     sides = {"dense": result.dense, "LOCKS": result.locks} if isinstance(result, Comparison) else {"LOCKS": result}
     table = Table("", *sides, box=None, header_style="bold")
     one = list(sides.values())
-    table.add_row("answer", *(side.text.strip() for side in one))
+    table.add_row("answer", *(Text(side.text.strip()) for side in one))  # as it is: brackets are no markup
     table.add_row("prompt tokens", *(str(side.prompt_tokens) for side in one))
     table.add_row("tokens generated", *(f"{len(side.token_ids)} ({side.finish_reason})" for side in one))
     table.add_row("time to first token", *(f"{side.prefill_s:.2f} s" for side in one))
@@ -243,7 +244,7 @@ def show(result: Comparison | Generation, console: Console) -> None:
     if not locks.rows_sparse:
         console.print("LOCKS had no decode row to handle: everything was read.")
         return
-    table = Table("layer", "pages read", "pages", "summaries read", "KV bytes read", box=None, header_style="bold")
+    table = Table("layer", "pages read", "of", "summaries", "bytes read", box=None, header_style="bold")
     for layer in locks.layers:
         counts = layer.pages_read, layer.pages_read + layer.pages_skipped, layer.records_read
         table.add_row(layer.layer, *map(str, counts), percent(layer.share))

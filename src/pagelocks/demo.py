@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import models
 from .generate import EngineFailure, Generation, generate, milliseconds, percent, reporter
@@ -65,8 +66,8 @@ def run(tokens: int, budgets: list[int], max_tokens: int, seed: int, out: Path) 
     some = sides[budgets[0]]
     summaries = percent((some.record_bytes or 0) / (some.page_bytes or 1))
     console.print(
-        f"A LOCKS step reads every page's summary too, {summaries} of this model's cache, and the bytes above count it; "
-        "the CPU backend shows what is read, not speed."
+        f"A LOCKS step reads every page's summary too, {summaries} of this model's cache, which the bytes above count; "
+        "the CPU backend shows what is read, not speed, and LOCKS' times include writing the trace."
     )
     failed = [budget for budget in budgets if not sides[budget].rows_sparse or not traces[budget]]
     if failed:
@@ -98,7 +99,7 @@ def table(prompt: NeedlePrompt, sides: dict[int | None, Generation]) -> Table:
         read, skipped = side.total("pages_read"), side.total("pages_skipped")
         result.add_row(
             "dense" if budget is None else f"LOCKS {budget}",
-            " ".join(side.text.split()),
+            Text(" ".join(side.text.split())),
             "yes" if prompt.answer in side.text else "no",
             "all" if budget is None else percent(read / max(1, read + skipped)),
             "100%" if budget is None else percent(side.share),

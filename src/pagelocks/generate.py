@@ -240,7 +240,9 @@ def generate(
         elif event["event"] == "bad prompt":
             raise BadPrompt(event["text"])
         elif event["event"] == "failure":
-            raise EngineFailure(root_cause(lines, event["text"]), lines)
+            text = event["text"]
+            wrapped = any(wrapper in text for wrapper in _WRAPPERS)
+            raise EngineFailure(root_cause(lines, text) if wrapped else text, lines)
         elif event["event"] == "result":
             return _generation(event["result"])
     raise EngineFailure(root_cause(lines, "the engine's process ended without an answer"), lines)
@@ -289,11 +291,12 @@ def milliseconds(value: float | None) -> str:
 def reporter() -> Iterator[Progress]:
     """Progress on standard error: one live line on a terminal, elsewhere a line now and then."""
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("starting") as status:
-            yield lambda line: status.update(line)
+            yield lambda line: status.update(escape(line))
         return
     last_kind, last_at = "", 0.0
 
@@ -307,7 +310,12 @@ def reporter() -> Iterator[Progress]:
     yield say
 
 
-_WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "EngineCore encountered")
+_WRAPPERS = (
+    "Engine core initialization failed",
+    "EngineCore encountered an issue",
+    "WorkerProc initialization failed",
+    "Worker failed with error",
+)
 
 
 def root_cause(lines: Sequence[str], otherwise: str) -> str:

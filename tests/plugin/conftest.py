@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 
 import pytest
-from harness import tiny_model
+from harness import close_shared, tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_shared_child() -> Iterator[None]:
+    yield
+    close_shared()
 
 
 @pytest.fixture(scope="session")

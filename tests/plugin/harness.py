@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -19,14 +21,6 @@ ENVIRONMENT = {
 }
 
 
-def _call(pipe: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(environment)
-    try:
-        pipe.send((True, function(*args)))
-    except BaseException as error:
-        pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
-
-
 class ChildError(AssertionError):
     """What a function run in a child raised; `message` is its type and text."""
 
@@ -35,27 +29,82 @@ class ChildError(AssertionError):
         self.message = message
 
 
-def in_child(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """Run `function(*args)` in a new process with vLLM's environment set, and return its result.
+def _serve(pipe: Any, environment: dict[str, str]) -> None:
+    """In the child: run what comes, one call after the other."""
+    os.environ.update(environment)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result: Any = (True, function(*args))
+        except BaseException as error:
+            result = (False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        gc.collect()  # the engine, with its cache
+        pipe.send(result)
 
-    Every engine gets a process of its own: vLLM keeps global state that a second engine would find.
+
+class Child:
+    """A process with vLLM's environment set, which runs functions."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, {**ENVIRONMENT, **environment}), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(*args)` there and return its result; raises ChildError for what it raised."""
+        try:
+            self._pipe.send((function, args))
+            done, result = self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            self._process.join()
+            raise ChildError(f"the child died with exit status {self._process.exitcode}", "") from None
+        if not done:
+            raise ChildError(*result)
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        self._process.kill()
+
+
+_shared: list[Child] = []
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function(*args)` in a child that all tests of a module share: importing vLLM takes longer than an engine.
+
+    The function leaves vLLM as it found it.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_call, args=(theirs, {**ENVIRONMENT, **environment}, function, args))
-    child.start()
-    theirs.close()
+    if not _shared:
+        _shared.append(Child({}))
     try:
-        done, result = ours.recv()
-    except EOFError:
-        child.join()
-        raise ChildError(f"the child died with exit status {child.exitcode}", "") from None
-    child.join(timeout=30)
-    if child.is_alive():
-        child.kill()
-    if not done:
-        raise ChildError(*result)
-    return result
+        return _shared[0].call(function, *args)
+    except ChildError as error:
+        if "the child died" in error.message:
+            close_shared()
+        raise
+
+
+def close_shared() -> None:
+    """End the shared child."""
+    while _shared:
+        _shared.pop().close()
+
+
+def in_new_child(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
+    """Run `function(*args)` in a child of its own, with more environment variables."""
+    child = Child(environment)
+    try:
+        return child.call(function, *args)
+    finally:
+        child.close()
 
 
 def tiny_model(folder: Path, kind: str = "llama", **changes: Any) -> str:
@@ -124,13 +173,18 @@ def counters_of(llm: Any) -> dict[str, int]:
 
 
 class Shadow:
-    """Every layer's K and V as they were handed to the cache, by slot: no knowledge of the cache's own layout."""
+    """Every layer's K and V as they were handed to the cache, by slot: no knowledge of the cache's own layout.
+
+    Records while it is entered as a context.
+    """
 
     def __init__(self) -> None:
-        from pagelocks.vllm.cpu import LocksCPUImpl
-
         self.keys: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
+
+    def __enter__(self) -> Shadow:
+        from pagelocks.vllm.cpu import LocksCPUImpl
+
         update = LocksCPUImpl.do_kv_cache_update
 
         def recording(impl: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
@@ -141,7 +195,12 @@ class Shadow:
                 store[layer.layer_name][slot_mapping] = new[: len(slot_mapping)]
             update(impl, layer, key, value, kv_cache, slot_mapping)
 
-        LocksCPUImpl.do_kv_cache_update = recording  # type: ignore[method-assign]
+        self._patch = patch.object(LocksCPUImpl, "do_kv_cache_update", recording)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
 
     def sequence(self, layer: str, blocks: Any, length: int, block_size: int) -> tuple[Any, Any]:
         """K and V, each (kv heads, length, head_dim), of the tokens that these blocks hold."""

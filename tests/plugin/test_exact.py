@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness import Shadow, counters_of, engine, in_child
@@ -76,8 +77,8 @@ def locks_tokens(model: str, dtype: str) -> Any:
             worst["rows"] += len(metadata.step.sparse)
         return output
 
-    LocksCPUImpl.forward = compared  # type: ignore[method-assign]
-    results = generate(llm, prompts(), 12)
+    with patch.object(LocksCPUImpl, "forward", compared):
+        results = generate(llm, prompts(), 12)
     return results, worst, counters_of(llm)
 
 
@@ -140,8 +141,8 @@ def served_path(model: str) -> Any:
         seen["difference"] = max(seen["difference"], difference(output, attended.flatten(0, 1)))
         return pages, output
 
-    LocksCPUImpl._attend_row = checked  # type: ignore[method-assign]
-    generate(llm, prompts()[8:20:3], 8)
+    with shadow, patch.object(LocksCPUImpl, "_attend_row", checked):
+        generate(llm, prompts()[8:20:3], 8)
     return seen, counters_of(llm)
 
 

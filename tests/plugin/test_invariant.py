@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness import Shadow, counters_of, engine, in_child, layers_of
@@ -17,7 +19,7 @@ CHUNKS = (0, 1, 7, 16, 17, 128, 1000)  # 0: the whole prompt in one step
 class Stress:
     """An engine that is stepped by hand and checked after each step."""
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str) -> None:
         from pagelocks.vllm.cpu import LocksCPUMetadataBuilder
 
         self.shadow = Shadow()
@@ -30,7 +32,6 @@ class Stress:
             max_num_seqs=16,
             max_num_batched_tokens=2048,
             enable_prefix_caching=True,
-            **options,
         )
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -57,7 +58,9 @@ class Stress:
             self.seen["same_step"] += int({(257, 257), (1, 257)} <= set(zip(queries, lengths, strict=True)))
             return step
 
-        LocksCPUMetadataBuilder._plan = watched  # type: ignore[method-assign]
+        self.patches = ExitStack()
+        self.patches.enter_context(self.shadow)
+        self.patches.enter_context(patch.object(LocksCPUMetadataBuilder, "_plan", watched))
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(3, 512) for _ in range(count)]
@@ -118,8 +121,13 @@ class Stress:
         self.seen["pages_checked"] += len(pages)
 
 
-def stress(model: str, **options: Any) -> Any:
-    run = Stress(model, **options)
+def stress(model: str) -> Any:
+    run = Stress(model)
+    with run.patches:
+        return scenario(run)
+
+
+def scenario(run: Stress) -> Any:
     # Chunked prefill and decode together: a new request joins every few steps, of each chunk size in turn.
     for chunk in CHUNKS:
         run.chunk(chunk)
@@ -177,8 +185,8 @@ def forget_one_page(model: str) -> None:
         keep = len(blocks) if calls % 40 else len(blocks) - 1
         build(impl, blocks[:keep], pages[:keep])
 
-    LocksCPUImpl._build = forgetful  # type: ignore[method-assign]
-    stress(model)
+    with patch.object(LocksCPUImpl, "_build", forgetful):
+        stress(model)
 
 
 def test_the_check_catches_a_page_that_was_not_built(tiny_llama: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import ChildError, engine, in_child
+from harness import ChildError, engine, in_child, in_new_child
 from test_support import run, tokens_of
 
 pytestmark = pytest.mark.engine
@@ -26,14 +26,14 @@ def stock_facts(model: str) -> Any:
 def test_off_means_off(tiny_llama: str) -> None:
     """With the plugin loaded and with VLLM_PLUGINS keeping it out: the same classes, block count and tokens."""
     installed = in_child(stock_facts, tiny_llama)
-    kept_out = in_child(stock_facts, tiny_llama, VLLM_PLUGINS="none")
+    kept_out = in_new_child(stock_facts, tiny_llama, VLLM_PLUGINS="none")
     assert installed == kept_out
     assert {kind for kind, _ in installed[0].values()} == {"CPUAttentionBackendImpl"}
 
 
 def test_options_without_the_backend_stop_the_start(tiny_llama: str) -> None:
     with pytest.raises(ChildError) as caught:
-        in_child(run, tiny_llama, None, {"additional_config": {"locks": {"budget": 64}}})
+        in_new_child(run, tiny_llama, None, {"additional_config": {"locks": {"budget": 64}}})
     assert "need --attention-backend CUSTOM" in caught.value.message
 
 
@@ -53,9 +53,9 @@ def taken_by_another(model: str, locks: dict[str, Any] | None) -> Any:
 
 def test_custom_taken_by_another_plugin_is_an_error_that_names_it(tiny_llama: str) -> None:
     with pytest.raises(ChildError) as caught:
-        in_child(taken_by_another, tiny_llama, {"budget": 64})
+        in_new_child(taken_by_another, tiny_llama, {"budget": 64})
     assert "another.plugin.Backend" in caught.value.message
-    assert len(in_child(taken_by_another, tiny_llama, None)) == 3  # and is none of our business otherwise
+    assert len(in_new_child(taken_by_another, tiny_llama, None)) == 3  # and is none of our business otherwise
 
 
 def test_registering_again_changes_nothing() -> None:

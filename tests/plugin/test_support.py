@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import PropertyMock, patch
 
 import pytest
 from harness import ChildError, counters_of, engine, in_child, layers_of
@@ -73,8 +74,8 @@ def run_async(model: str, asynchronous: bool) -> Any:
         check(platform, config)
         config.scheduler_config.async_scheduling = asynchronous
 
-    CpuPlatform.check_and_update_config = classmethod(checked)  # type: ignore[assignment]
-    llm = engine(model, {"budget": 64}, async_scheduling=True)
+    with patch.object(CpuPlatform, "check_and_update_config", classmethod(checked)):
+        llm = engine(model, {"budget": 64}, async_scheduling=True)
     scheduler = type(llm.llm_engine.engine_core.engine_core.scheduler).__name__
     return scheduler, tokens_of(llm), counters_of(llm)
 
@@ -115,8 +116,8 @@ def run_renamed(model: str, locks: dict[str, Any] | None, share: bool) -> Any:
             options["kv_sharing_target_layer_name"] = "locks.blocks.0.self_attn.attn"
         return attention(*args, prefix=prefix.replace("model.layers", "locks.blocks"), **options)
 
-    llama.Attention = renamed  # type: ignore[assignment, misc]
-    llm = engine(model, locks)
+    with patch.object(llama, "Attention", renamed):
+        llm = engine(model, locks)
     layers = layers_of(llm)
     tokens = tokens_of(llm)
     caches = {name: id(layer.impl.summaries) for name, layer in layers.items()}
@@ -124,18 +125,24 @@ def run_renamed(model: str, locks: dict[str, Any] | None, share: bool) -> Any:
 
 
 @engines
-@pytest.mark.parametrize("share", [False, True])
-def test_layers_are_told_apart_whatever_their_names(tiny_llama: str, share: bool) -> None:
-    """Names with "locks" in them fool nothing; a layer that shares K and V uses the summaries of their owner."""
-    stock, *_ = in_child(run_renamed, tiny_llama, None, share)
-    locks, _, _ = in_child(run_renamed, tiny_llama, {"budget": 1024}, share)
+def test_layers_are_told_apart_whatever_their_names(tiny_llama: str) -> None:
+    """Names with "locks" and "blocks" in them fool nothing; each layer has summaries of its own."""
+    stock, *_ = in_child(run_renamed, tiny_llama, None, False)
+    locks, _, _ = in_child(run_renamed, tiny_llama, {"budget": 1024}, False)
     assert locks == stock
-    _, counters, caches = in_child(run_renamed, tiny_llama, {"budget": 64}, share)
+    _, counters, caches = in_child(run_renamed, tiny_llama, {"budget": 64}, False)
     assert list(caches) == ["locks.blocks.0.self_attn.attn", "locks.blocks.1.self_attn.attn"]
-    assert len(set(caches.values())) == (1 if share else 2)
-    assert counters["pages_skipped"] > 0
-    layers_that_build = 1 if share else 2
-    assert counters["summaries_built"] == layers_that_build * 2 * sum((n + 7) // 16 for n in (100, 333, 700))
+    assert len(set(caches.values())) == 2 and counters["pages_skipped"] > 0
+    assert counters["summaries_built"] == 2 * 2 * sum((n + 7) // 16 for n in (100, 333, 700))
+
+
+@engines
+def test_layers_that_share_k_and_v_stop_the_start(tiny_llama: str) -> None:
+    """Stock vLLM runs the same model."""
+    assert len(in_child(run_renamed, tiny_llama, None, True)[0]) == 3
+    with pytest.raises(ChildError) as caught:
+        in_child(run_renamed, tiny_llama, {"budget": 64}, True)
+    assert "layers that share K and V" in caught.value.message
 
 
 # Refused
@@ -167,8 +174,6 @@ CHANGES = {
 
 def refusals(model: str) -> dict[str, str]:
     """Each feature's message on a real configuration that uses it, and "" for the configuration alone."""
-    from unittest.mock import PropertyMock, patch
-
     config = config_of(model)
     refuse_engine(config)
     messages = {}
@@ -227,10 +232,21 @@ def test_an_fp8_cache_stops_the_start(tiny_llama: str) -> None:
 
 
 @engines
-def test_softcapping_stops_the_start(tiny_gemma3: str, tmp_path: Path) -> None:
-    config = json.loads((Path(tiny_gemma3) / "config.json").read_text())
-    config |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_softcapping_stops_the_start(tmp_path: Path) -> None:
+    from transformers import Gemma2Config
+
+    Gemma2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["full_attention"] * 2,
+        architectures=["Gemma2ForCausalLM"],
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
     message = message_of(str(tmp_path), {"budget": 64}, load_format="dummy")
     assert "logit softcapping" in message
 
@@ -304,3 +320,37 @@ def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported, match=r"vLLM 0\.99\.1.*" + TESTED_VLLM[0]):
         refuse_version(False)
     refuse_version(True)
+
+
+def started(model: str) -> list[str]:
+    """What LOCKS logs when an engine starts."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.plugins.pagelocks")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    llm = engine(model, {"budget": 128, "dense_below": 40}, num_gpu_blocks_override=48)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    lines.append(str(sum(layer.impl.summaries.kv_cache.numel() for layer in layers_of(llm).values())))
+    return lines
+
+
+@engines
+def test_the_start_is_logged(tiny_llama: str) -> None:
+    """Budget in tokens and pages, what is always kept, dense_below, bytes a page, memory for summaries."""
+    line, held = in_child(started, tiny_llama)
+    for part in (
+        "2 layers",
+        "budget 128 tokens = 8 pages of 16 a KV head",
+        "1 sink and 1 recent pages always kept",
+        "dense_below 40 tokens",
+        "a summary of 352 bytes beside 2048 bytes of K and V a page (17.2%)",
+        f"{int(held) / 2**20:.1f} MiB for summaries",
+    ):
+        assert part in line, (part, line)
+    assert int(held) == 2 * 48 * 2 * 8 * 352

@@ -176,7 +176,7 @@ def describe(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
         "new_tokens": NEW_TOKENS,
         "versions": versions,
         "commit": git("rev-parse", "HEAD") if ours else None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "src")) if ours else None,
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", ".")) if ours else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "pagelocks.eval.needle", *argv]),
         "threads": torch.get_num_threads(),

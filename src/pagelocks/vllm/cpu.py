@@ -32,7 +32,7 @@ from .cpu_layout import measure_layout
 from .options import PAGE_SIZE
 from .state import LocksState, state_of
 from .summary_cache import SummaryCache
-from .support import Unsupported, refuse_layer
+from .support import Unsupported, refuse_layer, refuse_sharing
 
 logger = init_logger("vllm.plugins.pagelocks")
 
@@ -104,7 +104,7 @@ class LocksCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.state = state = impl.state
         assert state is not None
         kv_bytes = 2 * PAGE_SIZE * self.head_dim * kv_cache_spec.dtype.itemsize
-        state.describe([*state.layers, *active], kv_bytes, impl.record_bytes)
+        state.describe(list(active), kv_bytes, impl.record_bytes)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -200,7 +200,7 @@ class RowPages:
 
     def summary(self) -> PageSummary:
         """The records that the cache holds, (kv heads, P)."""
-        records = self._impl.summary_cache().records()[self._row.blocks]
+        records = self._impl.records()[self._row.blocks]
         records = records.transpose(0, 1).flatten(1, 2)[:, : self.count]
         self._impl.counters[RECORDS_READ] += records.shape[0] * records.shape[1]
         return PageSummary.unpack(records, self._cache.head_dim, self._impl.options.config)
@@ -208,7 +208,7 @@ class RowPages:
     def keys(self) -> Tensor:
         """The keys that the cache holds, (kv heads, P, PAGE_SIZE, head_dim)."""
         pages = torch.arange(self.count)
-        pages_a_block = self._impl.summary_cache().records().shape[2]
+        pages_a_block = self._impl.records().shape[2]
         return self._cache.keys(self._row.blocks[pages // pages_a_block], pages % pages_a_block)
 
 
@@ -246,6 +246,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         self.state: LocksState | None = None
         self.summaries: SummaryCache | None = None
         self._paged: PagedKeysAndValues | None = None
+        refuse_sharing(kv_sharing_target_layer_name)
         if sliding_window is not None:
             logger.info_once("LOCKS leaves layers with a sliding window to stock attention.")
             return
@@ -253,8 +254,6 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         vllm_config = get_current_vllm_config()
         self.state = state_of(vllm_config)
         self.record_bytes = record_layout(head_size, self.state.options.config).record_bytes
-        if kv_sharing_target_layer_name is not None:
-            return  # its K and V, and so their summaries, are another layer's
         layers = vllm_config.compilation_config.static_forward_context
         number = sum(isinstance(layer, SummaryCache) for layer in layers.values())
         self.summaries = SummaryCache(f"locks.summaries.{number}", num_kv_heads, self.record_bytes, self.state)
@@ -274,19 +273,10 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         assert self.state is not None
         return self.state.counters.values[self.state.layers.index(self.layer_name)]
 
-    def summary_cache(self) -> SummaryCache:
-        """The summaries of the K that this layer attends, its own or those of the layer whose K and V it shares."""
-        if self.summaries is None:
-            assert self.kv_sharing_target_layer_name is not None
-            owner = get_forward_context().no_compile_layers[self.kv_sharing_target_layer_name]
-            if owner.impl.summaries is None:
-                raise Unsupported(
-                    f"layer {self.layer_name}",
-                    f"it shares K and V with {self.kv_sharing_target_layer_name}, which has no summaries",
-                    "Serve this model without --attention-backend CUSTOM",
-                )
-            self.summaries = owner.impl.summaries
-        return self.summaries
+    def records(self) -> Tensor:
+        """uint8 (blocks, kv heads, pages a block, record_bytes): the summaries of the K in this layer's cache."""
+        assert self.summaries is not None
+        return self.summaries.records()
 
     def forward(
         self,
@@ -318,7 +308,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         if self._paged is None:
             self._check_group()
             self._paged = PagedKeysAndValues(kv_cache, layer.isa)
-        if self.kv_sharing_target_layer_name is None and len(step.built_blocks):
+        if len(step.built_blocks):
             self._build(step.built_blocks, step.built_pages)
             counters[SUMMARIES_BUILT] += len(step.built_blocks) * self.num_kv_heads
         if step.dense is not None and step.dense_tokens is None:
@@ -343,7 +333,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         """Write the records of pages, int64 (n,) blocks and pages within them, from the K in the cache."""
         assert self._paged is not None
         records = summarize(self._paged.keys(blocks, pages), self.options.config).pack()
-        self.summary_cache().records()[blocks, :, pages] = records.transpose(0, 1)
+        self.records()[blocks, :, pages] = records.transpose(0, 1)
 
     def _attend_row(self, query: Tensor, row: SparseRow) -> tuple[Tensor, Tensor]:
         """Pages (kv heads, budget_pages) and output (heads, head_dim) of one row's query (heads, head_dim)."""
@@ -359,7 +349,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         else:
             mass = self.state.selector.log_mass(grouped, RowPages(self, self._paged, row), self.scale)
             pages = select_pages(page_share(mass, length, config), length, config).to(torch.int64)
-        pages_a_block = self.summary_cache().records().shape[2]
+        pages_a_block = self.records().shape[2]
         listed = pages.clamp(min=0)
         keys, values = self._paged.selected(row.blocks[listed // pages_a_block], listed % pages_a_block)
         token = listed.unsqueeze(-1) * PAGE_SIZE + torch.arange(PAGE_SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -72,7 +73,7 @@ def server_command(
     ValueError
         For bad options; `BadFlag` for flags that contradict LOCKS.
     """
-    rest, additional, backend, seen = [], {}, None, set()
+    rest, additional, backend, backend_in_object, seen = [], {}, None, False, set()
     for flag, value, given in _flags(flags):
         seen.add(flag)
         if flag == "--model":
@@ -86,8 +87,8 @@ def server_command(
         elif flag == "--attention-backend" or flag in ("--attention-config.backend", "-ac.backend"):
             backend = value
         else:
-            if flag in ("--attention-config", "-ac"):
-                backend = _object(flag, value).get("backend", backend)
+            if flag in ("--attention-config", "-ac") and (named := _object(flag, value).get("backend")) is not None:
+                backend, backend_in_object = named, True
             rest += given
     if backend is not None and str(backend).upper() != "CUSTOM":
         raise BadFlag(
@@ -97,12 +98,15 @@ def server_command(
     given_locks = additional.get("locks", {})
     if not isinstance(given_locks, dict):
         Options.parse(given_locks)  # raises
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "pagelocks" not in plugins.split(","):  # vLLM would serve densely and say nothing
+        raise BadFlag(f"VLLM_PLUGINS={plugins!r} keeps pagelocks out of vLLM. Add pagelocks to it, or unset it.")
     options = {**given_locks, **locks}
     Options.parse(options)
     argv = [sys.executable, "-P", "-m", SERVER, "--model", model]
     if name is not None and "--served-model-name" not in seen:
         argv += ["--served-model-name", name]
-    if not seen & {"--attention-config", "-ac"} or backend is None:
+    if not backend_in_object:  # vLLM refuses to be told twice
         argv += ["--attention-backend", "CUSTOM"]
     argv += ["--additional-config", json.dumps({**additional, "locks": options}), *rest]
     env = {}
@@ -135,7 +139,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
             head, dot, tail = flag.partition(".")
             flag = head.replace("_", "-") + dot + tail  # vLLM takes both spellings
         size = 1
-        if flag and not equals and at + 1 < len(words) and not words[at + 1].startswith("--"):
+        if flag and not equals and at + 1 < len(words) and not re.match("-+[A-Za-z]", words[at + 1]):
             size = 2
             value = words[at + 1]
         yield flag, value if equals or size == 2 else None, list(words[at : at + size])

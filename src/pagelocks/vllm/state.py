@@ -37,6 +37,9 @@ class LocksState:
         self.instance = vllm_config.instance_id
         self.counters = CounterFile(self.instance)
         self.layers: list[str] = []
+        self.caches = 0
+        self._page = (0, 0)
+        self._allocated: dict[str, int] = {}
         self._selectors: dict[str, Selector] = {}
         self._trace: IO[str] | None = None
         self._logged_at, self._logged = time.monotonic(), 0
@@ -51,24 +54,34 @@ class LocksState:
         return self._selectors[name]
 
     def describe(self, layers: list[str], kv_bytes_a_page: int, record_bytes: int) -> None:
-        """Log what was asked for, and tell readers of the counters which layers they are of."""
-        options, config = self.options, self.options.config
-        self.layers = layers
+        """Say which layers run LOCKS and what a page of theirs takes, for the log and for readers of the counters."""
+        self.layers += layers
+        self._page = (kv_bytes_a_page, record_bytes)
         header = {
             "instance": self.instance,
             "pid": os.getpid(),
-            "layers": layers,
-            "budget": config.budget,
-            "rank": config.rank,
+            "layers": self.layers,
+            "budget": self.options.config.budget,
+            "rank": self.options.config.rank,
             "page_bytes": kv_bytes_a_page,
             "record_bytes": record_bytes,
         }
         self.counters.describe(header)
+
+    def allocated(self, name: str, size: int) -> None:
+        """Note the bytes of one summary cache; when vLLM has allocated them all, log what was asked for."""
+        self._allocated[name] = size
+        if len(self._allocated) == self.caches:
+            self._log_start()
+
+    def _log_start(self) -> None:
+        options, config = self.options, self.options.config
+        kv_bytes_a_page, record_bytes = self._page
         logger.info(
             "LOCKS is on for %d layers: budget %d tokens = %d pages of %d a KV head, of them %d sink and %d recent "
             "pages always kept; dense_below %d tokens; rank %d, a summary of %d bytes beside %d bytes of K and V "
-            "a page (%.1f%%)%s.",
-            len(layers),
+            "a page (%.1f%%), %.1f MiB for summaries inside vLLM's KV-cache memory%s.",
+            len(self.layers),
             config.budget,
             config.budget_pages,
             config.page_size,
@@ -79,6 +92,7 @@ class LocksState:
             record_bytes,
             kv_bytes_a_page,
             100 * record_bytes / kv_bytes_a_page,
+            sum(self._allocated.values()) / 2**20,
             "" if options.selector == "locks" else f"; pages ranked by the selector {options.selector!r}, not by LOCKS",
         )
 

@@ -103,6 +103,12 @@ class SummaryCache(nn.Module, AttentionLayerBase):
         super().__init__()
         self.layer_name, self.kv_heads, self.record_bytes, self.state = name, kv_heads, record_bytes, state
         self.kv_cache = torch.tensor([])
+        state.caches += 1
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the tensor that vLLM allocated."""
+        super().bind_kv_cache(kv_cache)
+        self.state.allocated(self.layer_name, kv_cache.numel())
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """A record's bytes, spread over the page's tokens as if they were a K and a V of uint8."""

@@ -156,3 +156,14 @@ def refuse_layer(
         raise Unsupported("attention sinks (learned)", "their mass is missing from the shares", remedy)
     if kv_cache_dtype not in UNQUANTISED_KV:
         raise Unsupported("a quantised KV cache", f"this layer's is {kv_cache_dtype}", "Remove --kv-cache-dtype")
+
+
+def refuse_sharing(target: str | None) -> None:
+    """Raise `Unsupported` for a layer that attends the K and V of another, `target`; None is a layer with its own."""
+    if target is not None:
+        raise Unsupported(
+            "layers that share K and V",
+            f"vLLM looks for the cache of the layer that shares {target}'s under its own name once summaries are in "
+            "that group, and does not find it",
+            "Serve this model without --attention-backend CUSTOM",
+        )
