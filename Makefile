@@ -14,7 +14,7 @@ demo: .venv/.done
 	$(BIN)/python -m pagelocks.demo
 
 test: .venv/.done
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.done
 	$(BIN)/ruff check .

@@ -69,7 +69,8 @@ class Server:
         """
         if ours == theirs:
             return
-        at = next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+        assert len(ours) == len(theirs), f"one answer goes on: {ours} and {theirs}"
+        at = next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
         choice = self.complete([*ids, *ours[:at]], 1, logprobs=2)
         best, second = sorted(choice.logprobs.top_logprobs[0].values(), reverse=True)[:2]
         assert best - second < 0.1, f"token {at}: {ours} and {theirs}"
@@ -204,11 +205,14 @@ def test_memory_stays_flat(server: Server) -> None:
         list(pool.map(ask, range(50, 250)))
         last = resident()
     assert server.metric("pagelocks_rows_total", 'kind="sparse"') > before
-    assert last < 1.05 * first, f"{first / 1e6:.0f} MB, then {last / 1e6:.0f} MB"
+    assert last < first + 50e6, f"{first / 1e6:.0f} MB, then {last / 1e6:.0f} MB"
 
 
 def test_sigterm_ends_it_cleanly(server: Server) -> None:
-    """The last test of the file: nothing is left, neither a process nor a file of counters."""
+    """The last test of the file: no process is left, and no file of counters once the next engine has looked.
+
+    A worker that vLLM has to kill leaves its file behind.
+    """
     import psutil
 
     family = psutil.Process(server.process.pid).children(recursive=True)

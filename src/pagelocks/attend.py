@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import reject
+from .config import check_lengths, reject
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -43,6 +43,7 @@ def sparse_attention(
     pages : integer (..., k)
         Distinct page ids in any order, -1 for none; tokens past `lengths` are not attended.
     lengths : integer (...)
+        Tokens in the sequence; one number, or as many dimensions as lead.
     scale : float
     page_size : int
 
@@ -58,6 +59,7 @@ def sparse_attention(
     if keys.shape != values.shape:
         allowed = f"the keys' shape, {tuple(keys.shape)}"
         raise reject("values.shape", tuple(values.shape), allowed, "Pass the K and V of the same tokens.")
+    check_lengths(tuple(lengths.shape), tuple(pages.shape[:-1]))
     tokens, head_dim = keys.shape[-2:]
     within = torch.arange(page_size, device=pages.device)
     index = (pages.to(torch.int64).unsqueeze(-1) * page_size + within).flatten(-2)  # (..., k * page_size)

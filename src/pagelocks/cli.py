@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "\nRun it again with --verbose for vLLM's log." if error.log and not getattr(args, "verbose", True) else ""
         )
         return _complain(args, f"the engine failed: {error}{hint}", 1)
-    except (Failure, models.ModelError) as error:
+    except (Failure, models.ModelError, OSError) as error:
         return _complain(args, str(error), 1)
     except ValueError as error:
         return _complain(args, str(error), 2)

@@ -34,7 +34,6 @@ def log_mass(query: Tensor, summary: PageSummary, scale: float) -> Tensor:
     if query.shape[-1] != summary.head_dim:
         allowed = f"the summaries hold keys of size {summary.head_dim}"
         raise reject("query.shape[-1]", query.shape[-1], allowed, "Score with the summaries of the same layer.")
-    group = query.shape[-2]
     query = query.to(torch.float64)
     query_exponent = torch.frexp(query.abs().amax(-1)).exponent  # (..., G)
     query = (query * power_of_two(-query_exponent).unsqueeze(-1)).to(torch.float32)
@@ -49,9 +48,7 @@ def log_mass(query: Tensor, summary: PageSummary, scale: float) -> Tensor:
     exponent = page_exponent.unsqueeze(-1) + query_exponent.unsqueeze(-2)
     logits = (logits * (power_of_two(exponent) * scale).unsqueeze(-1)).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
     mass = logits.to(torch.float32).logsumexp(-1)  # (..., P, G)
-    mass = torch.where(summary.scorable.unsqueeze(-1), mass, torch.inf).transpose(-2, -1)
-    assert mass.shape[-2] == group
-    return mass
+    return torch.where(summary.scorable.unsqueeze(-1), mass, torch.inf).transpose(-2, -1)
 
 
 def page_share(log_mass: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:

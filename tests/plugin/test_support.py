@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
-from harness import ChildError, counters_of, engine, in_child, layers_of
+from harness import ChildError, counters_of, engine, in_child, in_new_child, layers_of
 
 from pagelocks.vllm.options import Options
 from pagelocks.vllm.support import REFUSALS, TESTED_VLLM, Unsupported, refuse_engine, refuse_layer, refuse_version
@@ -48,11 +48,10 @@ def message_of(model: str, locks: dict[str, Any], **options: Any) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"enable_prefix_caching": False}, id="plain"),
-        pytest.param({"enable_prefix_caching": True}, id="prefix caching"),
-        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}, id="chunked prefill"),
+        pytest.param({}, id="bf16"),
         pytest.param({"dtype": "float16"}, id="fp16"),
-        pytest.param({"num_gpu_blocks_override": 13, "max_model_len": 1024}, id="preemption"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}, id="chunked prefill"),
+        pytest.param({"block_size": 64}, id="blocks of 64"),
     ],
 )
 def test_a_covering_budget_gives_stock_tokens(tiny_llama: str, options: dict[str, Any]) -> None:
@@ -231,6 +230,35 @@ def test_an_fp8_cache_stops_the_start(tiny_llama: str) -> None:
     assert "a quantised KV cache" in message and "Remove --kv-cache-dtype" in message
 
 
+FLAGS = {
+    "backend_per_kind": {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}},
+    "LoRA": {"enable_lora": True},
+    "KV connectors": {"kv_offloading_size": 1.0},
+    "speculative decoding": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+}
+
+
+def messages(model: str) -> dict[str, str]:
+    """How an engine with each of `FLAGS` fails to start."""
+    found = {}
+    for feature, options in FLAGS.items():
+        try:
+            engine(model, {"budget": 64}, **options)
+        except Exception as error:
+            found[feature] = str(error)
+    return found
+
+
+@engines
+def test_vllms_own_flags_stop_the_start(tiny_llama: str) -> None:
+    """In a process of their own: what some of them import stays."""
+    found = in_new_child(messages, tiny_llama)
+    assert list(found) == list(FLAGS)
+    assert all(feature in message for feature, message in found.items()), found
+
+
 @engines
 def test_softcapping_stops_the_start(tmp_path: Path) -> None:
     from transformers import Gemma2Config
@@ -323,8 +351,10 @@ def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(model: str) -> list[str]:
-    """What LOCKS logs when an engine starts."""
+    """What LOCKS logs when an engine starts, and then while it works."""
     import logging
+
+    from pagelocks.vllm import state
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -334,6 +364,8 @@ def started(model: str) -> list[str]:
     level = logger.level
     logger.setLevel(logging.INFO)
     llm = engine(model, {"budget": 128, "dense_below": 40}, num_gpu_blocks_override=48)
+    with patch.object(state, "LOG_INTERVAL_S", 0.0):
+        tokens_of(llm, (300, 20))
     logger.removeHandler(handler)
     logger.setLevel(level)
     lines.append(str(sum(layer.impl.summaries.kv_cache.numel() for layer in layers_of(llm).values())))
@@ -342,8 +374,8 @@ def started(model: str) -> list[str]:
 
 @engines
 def test_the_start_is_logged(tiny_llama: str) -> None:
-    """Budget in tokens and pages, what is always kept, dense_below, bytes a page, memory for summaries."""
-    line, held = in_child(started, tiny_llama)
+    """Budget in tokens and pages, what is always kept, dense_below, bytes a page, memory for summaries; counters."""
+    line, *progress, held = in_child(started, tiny_llama)
     for part in (
         "2 layers",
         "budget 128 tokens = 8 pages of 16 a KV head",
@@ -354,3 +386,5 @@ def test_the_start_is_logged(tiny_llama: str) -> None:
     ):
         assert part in line, (part, line)
     assert int(held) == 2 * 48 * 2 * 8 * 352
+    # The line comes while a step is planned: seven of the eight steps are counted, six of them after the prefill.
+    assert "LOCKS: 7 steps, rows 6 sparse and 8 dense, pages 192 read and " in progress[-1], progress[-1]

@@ -1,7 +1,7 @@
 """The plugin for vLLM: `--attention-backend CUSTOM` and `--additional-config '{"locks": {…}}'`.
 
-vLLM calls `register` in every process it starts.  It only writes names into vLLM's registry: nothing heavy is imported
-and nothing changes until an engine asks for the CUSTOM backend.
+vLLM calls `register` in every process it starts.  It only writes names into registries: nothing changes until an engine
+asks for the CUSTOM backend.
 """
 
 ENTRY = "pagelocks.vllm.entry"
@@ -18,7 +18,9 @@ def register() -> None:
     # On CPU vLLM's platform answers with its own entry whatever was asked for, so that entry is the one to stand in
     # for; `entry` hands out vLLM's own class unless LOCKS was asked for.
     for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA"):
-        backend = AttentionBackendEnum[name]
+        backend = AttentionBackendEnum.__members__.get(name)
+        if backend is None:
+            continue  # another release of vLLM; a start that asks for LOCKS is refused there
         if backend.is_overridden() and not backend.get_path().startswith(ENTRY):
             logger.warning("LOCKS is not available: another plugin has taken %s (%s).", name, backend.get_path())
             continue

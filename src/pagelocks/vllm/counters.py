@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,27 @@ def directory() -> Path:
 
 
 class CounterFile:
-    """The writing side: `values[layer, field]` of this process's engine."""
+    """The writing side: `values[layer, field]` of this process's engine.
+
+    Raises
+    ------
+    PermissionError
+        If the directory is another user's.
+    """
 
     def __init__(self, instance: str) -> None:
         directory().mkdir(mode=0o700, exist_ok=True)
+        if directory().lstat().st_uid != os.getuid():
+            raise PermissionError(f"{directory()} is another user's. Set TMPDIR to a directory of your own.")
         remove_stale()
-        self.path = directory() / f"{os.getpid()}-{instance}.counters"
-        with open(self.path, "w+b") as file:
+        self.path = directory() / f"{os.getpid()}-{_started(os.getpid())}-{instance}.counters"
+        part = self.path.with_suffix(".part")
+        with open(part, "w+b") as file:
             file.truncate(_HEADER_BYTES + _DTYPE.itemsize * _MAX_LAYERS * len(FIELDS))
             self._map = mmap.mmap(file.fileno(), 0)
         self.values: Any = np.frombuffer(self._map, _DTYPE, offset=_HEADER_BYTES).reshape(_SHAPE)
         self.describe({"instance": instance, "layers": []})
+        part.rename(self.path)  # whoever finds it finds it whole
 
     def describe(self, header: dict[str, Any]) -> None:
         """Write what a reader needs to know: at least `instance` and the names of the `layers`."""
@@ -55,42 +66,63 @@ class CounterFile:
         self._map[: len(text)] = text
 
 
+def totals(values: Any) -> dict[str, int]:
+    """Every field over the layers, int (layers, fields): steps and rows of one layer (they pass every layer), the sum
+    of pages, summaries and records."""
+    if len(values) == 0:
+        return dict.fromkeys(FIELDS, 0)
+    several = [*values[:, :PAGES_READ].max(0), *values[:, PAGES_READ:].sum(0)]
+    return dict(zip(FIELDS, map(int, several), strict=True))
+
+
 @dataclass(frozen=True)
 class Counters:
     """What a counter file said at one moment."""
 
     pid: int
     header: dict[str, Any]
-    by_layer: dict[str, dict[str, int]]
+    values: Any
 
-    def total(self, field: str) -> int:
-        """Steps and rows of one layer (they pass every layer), pages and summaries of all layers."""
-        values = [layer[field] for layer in self.by_layer.values()]
-        return max(values, default=0) if field in ("steps", "rows_sparse", "rows_dense") else sum(values)
+    @property
+    def by_layer(self) -> dict[str, dict[str, int]]:
+        """Every field of every layer."""
+        rows = zip(self.header["layers"], self.values, strict=True)
+        return {name: dict(zip(FIELDS, map(int, row), strict=True)) for name, row in rows}
 
     def totals(self) -> dict[str, int]:
-        """Every field's total."""
-        return {field: self.total(field) for field in FIELDS}
+        """Every field over the layers."""
+        return totals(self.values)
 
 
 def read_all(pids: set[int] | None = None) -> list[Counters]:
     """The counters of every running engine of this user, or of those run by the given processes."""
     found = []
-    for path in sorted(directory().glob("*.counters")):
-        pid = int(path.name.split("-")[0])
-        if pids is None or pid in pids:
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-                found.append(_read(path, pid))
+    for path, pid, started in _files():
+        if (pids is None or pid in pids) and _started(pid) == started:
+            with contextlib.suppress(FileNotFoundError):
+                data = path.read_bytes()
+                header = json.loads(data[:_HEADER_BYTES].split(b"\n")[0])
+                values = np.frombuffer(data, _DTYPE, offset=_HEADER_BYTES).reshape(_SHAPE)
+                found.append(Counters(pid, header, values[: len(header["layers"])]))
     return found
 
 
-def _read(path: Path, pid: int) -> Counters:
-    data = path.read_bytes()
-    header = json.loads(data[:_HEADER_BYTES].split(b"\n")[0] or b"{}")
-    values = np.frombuffer(data, _DTYPE, offset=_HEADER_BYTES).reshape(_SHAPE)
-    rows = zip(header["layers"], values, strict=False)
-    layers = {name: dict(zip(FIELDS, map(int, row), strict=True)) for name, row in rows}
-    return Counters(pid, header, layers)
+def _files() -> Iterator[tuple[Path, int, int]]:
+    """Counter files, with the process and its time of start that their names give."""
+    for path in sorted(directory().glob("*.counters")):
+        parts = path.name.split("-")
+        if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():
+            yield path, int(parts[0]), int(parts[1])
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in seconds; None if there is none.  A pid alone may be another process's by now."""
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def family() -> set[int]:
@@ -103,8 +135,6 @@ def family() -> set[int]:
 
 def remove_stale() -> None:
     """Delete the files of processes that are gone: one that was killed could not do so itself."""
-    import psutil
-
-    for path in directory().glob("*.counters"):
-        if not psutil.pid_exists(int(path.name.split("-")[0])):
+    for path, pid, started in _files():
+        if _started(pid) != started:
             path.unlink(missing_ok=True)

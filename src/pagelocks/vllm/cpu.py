@@ -98,13 +98,14 @@ class LocksCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.state: LocksState | None = None
         if not active:
             return
-        for name, impl in active.items():
-            impl.layer_name = name
+        measure_layout(kv_cache_spec.dtype, self.block_size, self.head_dim, self.isa)  # refuses now, not when serving
         impl = next(iter(active.values()))
         self.state = state = impl.state
         assert state is not None
         kv_bytes = 2 * PAGE_SIZE * self.head_dim * kv_cache_spec.dtype.itemsize
-        state.describe(list(active), kv_bytes, impl.record_bytes)
+        rows = state.describe(list(active), kv_bytes, impl.record_bytes)
+        for (name, impl), row in zip(active.items(), rows, strict=True):
+            impl.layer_name, impl.counters = name, row
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -242,7 +243,8 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
-        self.layer_name = ""  # the metadata builder, which is told it, writes it here
+        self.layer_name = ""  # the metadata builder, which is told it, writes it here, and
+        self.counters: Any = None  # this layer's row of the engine's counters
         self.state: LocksState | None = None
         self.summaries: SummaryCache | None = None
         self._paged: PagedKeysAndValues | None = None
@@ -266,12 +268,6 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         """The engine's options."""
         assert self.state is not None
         return self.state.options
-
-    @property
-    def counters(self) -> Any:
-        """This layer's row of the engine's counters."""
-        assert self.state is not None
-        return self.state.counters.values[self.state.layers.index(self.layer_name)]
 
     def records(self) -> Tensor:
         """uint8 (blocks, kv heads, pages a block, record_bytes): the summaries of the K in this layer's cache."""
@@ -321,7 +317,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         for row in step.sparse:
             pages, attended = self._attend_row(query[row.token], row)
             output[row.token] = attended
-            read = int((pages >= 0).sum())
+            read = pages.numel()
             counters[ROWS_SPARSE] += 1
             counters[PAGES_READ] += read
             counters[PAGES_SKIPPED] += self.options.config.pages_in(row.length) * self.num_kv_heads - read
@@ -336,32 +332,27 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         self.records()[blocks, :, pages] = records.transpose(0, 1)
 
     def _attend_row(self, query: Tensor, row: SparseRow) -> tuple[Tensor, Tensor]:
-        """Pages (kv heads, budget_pages) and output (heads, head_dim) of one row's query (heads, head_dim)."""
+        """Pages (kv heads, n) and output (heads, head_dim) of one row's query (heads, head_dim)."""
         assert self.state is not None and self._paged is not None
         config = self.state.options.config
         grouped = query.view(self.num_kv_heads, self.num_queries_per_kv, self.head_size)
         length = torch.tensor(row.length)
         if row.length <= config.budget:
-            held = config.pages_in(row.length)
-            pages = torch.full((config.budget_pages,), -1)
-            pages[:held] = torch.arange(held)
-            pages = pages.expand(self.num_kv_heads, -1)
+            pages = torch.arange(config.pages_in(row.length)).expand(self.num_kv_heads, -1)
         else:
             mass = self.state.selector.log_mass(grouped, RowPages(self, self._paged, row), self.scale)
             pages = select_pages(page_share(mass, length, config), length, config).to(torch.int64)
         pages_a_block = self.records().shape[2]
-        listed = pages.clamp(min=0)
-        keys, values = self._paged.selected(row.blocks[listed // pages_a_block], listed % pages_a_block)
-        token = listed.unsqueeze(-1) * PAGE_SIZE + torch.arange(PAGE_SIZE)
-        mask = (pages >= 0).unsqueeze(-1) & (token < row.length)
+        # A row longer than the budget has pages enough to fill it: there is no -1 among them.
+        keys, values = self._paged.selected(row.blocks[pages // pages_a_block], pages % pages_a_block)
+        mask = pages.unsqueeze(-1) * PAGE_SIZE + torch.arange(PAGE_SIZE) < row.length
         attended = attend(grouped, keys.flatten(1, 2), values.flatten(1, 2), mask.flatten(1, 2), self.scale)
         return pages, attended.view(self.num_heads, self.head_size)
 
     def _check_group(self) -> None:
         """Once: the summaries must be addressed by the attention layer's own block table."""
         metadata: Any = get_forward_context().attn_metadata
-        if self.summaries is None or not isinstance(metadata, dict):
-            return
+        assert self.summaries is not None and isinstance(metadata, dict)  # a list only under dual-batch overlap
         ours, theirs = metadata[self.summaries.layer_name].block_table, metadata[self.layer_name].block_table
         if ours.data_ptr() != theirs.data_ptr():
             remedy = "Add --disable-hybrid-kv-cache-manager"

@@ -21,12 +21,14 @@ def __getattr__(name: str) -> Any:
     from vllm.config import get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from .options import requested
-    from .support import Unsupported
+    from .options import options_of, requested
+    from .support import Unsupported, refuse_version
 
     config = get_current_vllm_config_or_none()
     if name in STOCK and (config is None or not requested(config)):
         return resolve_obj_by_qualname(STOCK[name])
+    if config is not None:
+        refuse_version(options_of(config).allow_untested_vllm)  # before what may not import on another release
     if name == "CPU_ATTN":
         from .cpu import LocksCPUBackend
 

@@ -26,16 +26,20 @@ _METRICS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 class Collector:
     """A Prometheus collector over the counter files of this process's engines."""
 
+    def describe(self) -> list[Any]:
+        """Nothing ahead of time; without this the registry would collect when the collector is registered."""
+        return []
+
     def collect(self) -> Iterator[Any]:
         """Counter families, labelled by engine; none where no engine runs LOCKS."""
         from prometheus_client.core import CounterMetricFamily
 
-        engines = read_all(family())
         families: dict[str, CounterMetricFamily] = {}
-        for engine in engines:
+        for engine in read_all(family()):
+            total = engine.totals()
             for field, name, text, labels in _METRICS:
                 metric = families.setdefault(name, CounterMetricFamily(name, text, labels=["engine", *labels]))
-                metric.add_metric([engine.header["instance"], *labels.values()], engine.total(field))
+                metric.add_metric([engine.header["instance"], *labels.values()], total[field])
         yield from families.values()
 
 

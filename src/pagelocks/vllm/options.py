@@ -82,7 +82,10 @@ def requested(vllm_config: VllmConfig) -> bool:
 
     custom = AttentionBackendEnum.CUSTOM
     attention = vllm_config.attention_config
-    asked = custom in (attention.backend, *(attention.backend_per_kind or {}).values())
+    asked = attention.backend == custom
+    if custom in (getattr(attention, "backend_per_kind", None) or {}).values():
+        allowed = "LOCKS is asked for by --attention-backend, and leaves sliding layers to stock attention by itself"
+        raise reject("backend_per_kind", "CUSTOM", allowed, "Use --attention-backend CUSTOM.")
     given = given_options(vllm_config)
     owner = custom.get_path() if custom.is_overridden() else None
     if asked and owner is not None and not owner.startswith(ENTRY):

@@ -319,7 +319,7 @@ def _reads(before: Any, after: Any) -> tuple[dict[str, Any], list[dict[str, Any]
                 "rows_dense": counts["rows_dense"],
                 "pages_read": read,
                 "pages_skipped": skipped,
-                "records_read": counts.get("records_read", read + skipped),
+                "records_read": counts["records_read"],
             }
         )
     return after.header, layers

@@ -11,10 +11,11 @@ from typing import IO, TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.logger import init_logger
 
+from ..config import reject
 from ..selectors import SELECTORS, Selector
-from .counters import CounterFile
-from .options import options_of
-from .support import refuse_engine, refuse_version
+from .counters import CounterFile, totals
+from .options import Options, options_of
+from .support import refuse_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,14 +26,10 @@ LOG_INTERVAL_S = 10.0
 
 
 class LocksState:
-    """Shared by the LOCKS layers of one engine; made when the first of them is.
-
-    `options` may be replaced between steps by code in the same process (records do not depend on budget or selector).
-    """
+    """Shared by the LOCKS layers of one engine; made when the first of them is."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.options = options_of(vllm_config)
-        refuse_version(self.options.allow_untested_vllm)
+        self._options = options_of(vllm_config)
         refuse_engine(vllm_config)
         self.instance = vllm_config.instance_id
         self.counters = CounterFile(self.instance)
@@ -42,7 +39,14 @@ class LocksState:
         self._allocated: dict[str, int] = {}
         self._selectors: dict[str, Selector] = {}
         self._trace: IO[str] | None = None
-        self._logged_at, self._logged = time.monotonic(), 0
+        if self.options.trace is not None:
+            try:
+                self._trace = open(self.options.trace, "w", encoding="utf-8")  # noqa: SIM115  (as long as the engine)
+            except OSError as error:
+                raise reject(
+                    "trace", self.options.trace, f"a file to write ({error.strerror})", "Name another."
+                ) from None
+        self._logged_at = time.monotonic()
         weakref.finalize(self, self.counters.path.unlink, missing_ok=True)  # also when the process ends
 
     @property
@@ -53,8 +57,31 @@ class LocksState:
             self._selectors[name] = SELECTORS[name]()
         return self._selectors[name]
 
-    def describe(self, layers: list[str], kv_bytes_a_page: int, record_bytes: int) -> None:
-        """Say which layers run LOCKS and what a page of theirs takes, for the log and for readers of the counters."""
+    @property
+    def options(self) -> Options:
+        """The engine's options.
+
+        Code in the same process may replace them between steps, but for what the records were made with.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        for name in ("rank", "page_size", "basis_bits", "coefficient_bits"):
+            old, new = getattr(self._options.config, name), getattr(options.config, name)
+            if old != new:
+                raise reject(name, new, f"the cache holds records made with {old}", "Start another engine.")
+        self._options = options
+
+    def describe(self, layers: list[str], kv_bytes_a_page: int, record_bytes: int) -> list[Any]:
+        """Say which layers run LOCKS and what a page of theirs takes, for the log and for readers of the counters.
+
+        Returns
+        -------
+        list of int64 arrays
+            Each layer's row of counters, to write to.
+        """
+        first = len(self.layers)
         self.layers += layers
         self._page = (kv_bytes_a_page, record_bytes)
         header = {
@@ -67,6 +94,7 @@ class LocksState:
             "record_bytes": record_bytes,
         }
         self.counters.describe(header)
+        return list(self.counters.values[first : len(self.layers)])
 
     def allocated(self, name: str, size: int) -> None:
         """Note the bytes of one summary cache; when vLLM has allocated them all, log what was asked for."""
@@ -101,23 +129,24 @@ class LocksState:
         now = time.monotonic()
         if now - self._logged_at < LOG_INTERVAL_S:
             return
-        values = self.counters.values[: len(self.layers)]
-        steps, sparse, dense = values[:, :3].max(0)
-        read, skipped, built = values[:, 3:6].sum(0)
         self._logged_at = now
-        if steps != self._logged:
-            self._logged = steps
-            logger.info(
-                "LOCKS: %d steps, rows %d sparse and %d dense, pages %d read and %d skipped (%.1f%% read), "
-                "%d summaries built.",
-                steps, sparse, dense, read, skipped, 100 * read / max(1, read + skipped), built,
-            )  # fmt: skip
+        total = totals(self.counters.values[: len(self.layers)])
+        read, skipped = total["pages_read"], total["pages_skipped"]
+        logger.info(
+            "LOCKS: %d steps, rows %d sparse and %d dense, pages %d read and %d skipped (%.1f%% read), "
+            "%d summaries built.",
+            total["steps"],
+            total["rows_sparse"],
+            total["rows_dense"],
+            read,
+            skipped,
+            100 * read / max(1, read + skipped),
+            total["summaries_built"],
+        )
 
     def trace(self, layer: str, step: int, row: int, length: int, pages: Tensor) -> None:
         """Write one row's selected pages, (kv heads, budget_pages), as a line of JSON."""
-        if self._trace is None:
-            assert self.options.trace is not None
-            self._trace = open(self.options.trace, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the engine)
+        assert self._trace is not None
         chosen = [[page for page in head if page >= 0] for head in pages.tolist()]
         line: dict[str, Any] = {"layer": layer, "step": step, "row": row, "length": length, "pages": chosen}
         self._trace.write(json.dumps(line) + "\n")
