@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__, models
-from .generate import Comparison, EngineFailure, Generation, compare, generate, milliseconds, percent, reporter
+from .console import milliseconds, percent, reporter
+from .generate import Comparison, EngineFailure, Generation, compare, generate
 
 LOCKS_FLAGS = ("budget", "rank", "dense_below", "sink_pages", "recent_pages")
 

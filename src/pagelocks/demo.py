@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from . import models
-from .generate import EngineFailure, Generation, generate, milliseconds, percent, reporter
+from .console import milliseconds, percent, reporter
+from .generate import EngineFailure, Generation, generate
 from .prompts import NeedlePrompt, needle_prompt
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -23,13 +23,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from .console import Progress
 from .models import resolve
-
-Progress = Callable[[str], None]
 
 _STOP_S = 2.0
 # -P: whatever lies in the current folder must not stand in for a module.
@@ -275,39 +274,6 @@ def compare(
         for name, side in (("dense", None), ("LOCKS", locks))
     ]
     return Comparison(*sides)
-
-
-def percent(share: float | None) -> str:
-    """A share for people; a dash for none."""
-    return "-" if share is None else f"{100 * share:.1f}%"
-
-
-def milliseconds(value: float | None) -> str:
-    """A time for people; a dash for none."""
-    return "-" if value is None else f"{value:.1f} ms"
-
-
-@contextlib.contextmanager
-def reporter() -> Iterator[Progress]:
-    """Progress on standard error: one live line on a terminal, elsewhere a line now and then."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield lambda line: status.update(escape(line))
-        return
-    last_kind, last_at = "", 0.0
-
-    def say(line: str) -> None:
-        nonlocal last_kind, last_at
-        kind, now = line.partition(" token ")[0], time.monotonic()
-        if kind != last_kind or now - last_at > 10:
-            last_kind, last_at = kind, now
-            print(line, file=sys.stderr, flush=True)
-
-    yield say
 
 
 _WRAPPERS = (

@@ -296,9 +296,10 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
             )
 
-        step = getattr(attn_metadata, "step", None)
-        if self.state is None or step is None:
+        if self.state is None or attn_metadata is None:  # a stock layer, or vLLM warming up
             return stock(query, attn_metadata, output)
+        assert isinstance(attn_metadata, LocksCPUMetadata) and attn_metadata.step is not None
+        step = attn_metadata.step
         counters = self.counters
         counters[STEPS] += 1
         if self._paged is None:
@@ -309,7 +310,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
             counters[SUMMARIES_BUILT] += len(step.built_blocks) * self.num_kv_heads
         if step.dense is not None and step.dense_tokens is None:
             stock(query, step.dense, output)
-        elif step.dense is not None:
+        elif step.dense is not None and step.dense_tokens is not None:
             part = torch.empty(len(step.dense_tokens), *output.shape[1:], dtype=output.dtype)
             stock(query[step.dense_tokens], step.dense, part)
             output[step.dense_tokens] = part

@@ -71,6 +71,8 @@ class LocksState:
             old, new = getattr(self._options.config, name), getattr(options.config, name)
             if old != new:
                 raise reject(name, new, f"the cache holds records made with {old}", "Start another engine.")
+        if options.trace != self._options.trace:
+            raise reject("trace", options.trace, "it is opened when the engine starts", "Start another engine.")
         self._options = options
 
     def describe(self, layers: list[str], kv_bytes_a_page: int, record_bytes: int) -> list[Any]:
