@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -23,16 +22,16 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from ..attend import attend
-from ..layout import record_layout
 from ..score import page_share
 from ..select import select_pages
 from ..summary import PageSummary, summarize
 from .counters import PAGES_READ, PAGES_SKIPPED, RECORDS_READ, ROWS_DENSE, ROWS_SPARSE, STEPS, SUMMARIES_BUILT
 from .cpu_layout import measure_layout
+from .layer import active_layers, attach_summaries, check_group, describe_layers
 from .options import PAGE_SIZE
-from .state import LocksState, state_of
+from .state import LocksState
 from .summary_cache import SummaryCache
-from .support import Unsupported, refuse_layer, refuse_sharing
+from .support import refuse_layer, refuse_sharing
 
 logger = init_logger("vllm.plugins.pagelocks")
 
@@ -83,29 +82,14 @@ class LocksCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        active = {name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, LocksCPUImpl)}
-        active = {name: impl for name, impl in active.items() if impl.state is not None}
-        for name in active:
-            # A subclass (chunked local attention, say) hands its builder other block tables than the cache's.
-            if type(layers[name]) is not Attention:
-                remedy = "Serve this model without --attention-backend CUSTOM"
-                raise Unsupported(type(layers[name]).__name__, f"layer {name} is not plain attention", remedy)
-        every = get_layers_from_vllm_config(vllm_config, Attention).values()
-        if not any(isinstance(layer.impl, LocksCPUImpl) and layer.impl.state is not None for layer in every):
-            remedy = "Serve it without --attention-backend CUSTOM"
-            raise Unsupported("this model", "no layer of it has full attention", remedy)
+        active = active_layers(vllm_config, layer_names, LocksCPUImpl)
         self.state: LocksState | None = None
         if not active:
             return
         measure_layout(kv_cache_spec.dtype, self.block_size, self.head_dim, self.isa)  # refuses now, not when serving
-        impl = next(iter(active.values()))
-        self.state = state = impl.state
+        self.state = state = next(iter(active.values())).impl.state
         assert state is not None
-        kv_bytes = 2 * PAGE_SIZE * self.head_dim * kv_cache_spec.dtype.itemsize
-        rows = state.describe(list(active), kv_bytes, impl.record_bytes)
-        for (name, impl), row in zip(active.items(), rows, strict=True):
-            impl.layer_name, impl.counters = name, row
+        describe_layers(state, active, self.head_dim, kv_cache_spec.dtype.itemsize)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -253,15 +237,7 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
             logger.info_once("LOCKS leaves layers with a sliding window to stock attention.")
             return
         refuse_layer(str(AttentionType(attn_type).value), alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype)
-        vllm_config = get_current_vllm_config()
-        self.state = state_of(vllm_config)
-        self.record_bytes = record_layout(head_size, self.state.options.config).record_bytes
-        layers = vllm_config.compilation_config.static_forward_context
-        number = sum(isinstance(layer, SummaryCache) for layer in layers.values())
-        self.summaries = SummaryCache(f"locks.summaries.{number}", num_kv_heads, self.record_bytes, self.state)
-        if self.summaries.layer_name in layers:
-            raise ValueError(f"the model already has a layer named {self.summaries.layer_name!r}")
-        layers[self.summaries.layer_name] = self.summaries
+        self.state, self.summaries = attach_summaries(head_size, num_kv_heads)
 
     @property
     def options(self) -> Any:
@@ -303,7 +279,8 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         counters = self.counters
         counters[STEPS] += 1
         if self._paged is None:
-            self._check_group()
+            assert self.summaries is not None
+            check_group(self.summaries, self.layer_name, get_forward_context().attn_metadata)
             self._paged = PagedKeysAndValues(kv_cache, layer.isa)
         if len(step.built_blocks):
             self._build(step.built_blocks, step.built_pages)
@@ -349,15 +326,6 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         mask = pages.unsqueeze(-1) * PAGE_SIZE + torch.arange(PAGE_SIZE) < row.length
         attended = attend(grouped, keys.flatten(1, 2), values.flatten(1, 2), mask.flatten(1, 2), self.scale)
         return pages, attended.view(self.num_heads, self.head_size)
-
-    def _check_group(self) -> None:
-        """Once: the summaries must be addressed by the attention layer's own block table."""
-        metadata: Any = get_forward_context().attn_metadata
-        assert self.summaries is not None and isinstance(metadata, dict)  # a list only under dual-batch overlap
-        ours, theirs = metadata[self.summaries.layer_name].block_table, metadata[self.layer_name].block_table
-        if ours.data_ptr() != theirs.data_ptr():
-            remedy = "Add --disable-hybrid-kv-cache-manager"
-            raise Unsupported("this model's KV-cache groups", "summaries and keys have different block tables", remedy)
 
 
 class LocksCPUBackend(CPUAttentionBackend):

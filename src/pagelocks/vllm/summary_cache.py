@@ -126,6 +126,26 @@ class SummaryCache(nn.Module, AttentionLayerBase):
         return SummaryBackend
 
     def records(self) -> Tensor:
-        """A view uint8 (blocks, kv heads, pages a block, record_bytes) of the cache."""
+        """A view uint8 (blocks, kv heads, pages a block, record_bytes) of a cache with heads outside tokens."""
         blocks, heads = self.kv_cache.shape[:2]
         return self.kv_cache.view(blocks, heads, -1, self.record_bytes)
+
+    def records_by_page(self) -> Tensor:
+        """A view uint8 (blocks, pages a block, kv heads, record_bytes) of the cache, whatever its layout.
+
+        vLLM's order within a block means nothing here: its bytes only need to be one piece.
+
+        Raises
+        ------
+        Unsupported
+            If they are not.
+        """
+        blocks, heads, tokens, width = self.kv_cache.shape
+        size = heads * tokens * width
+        inner = zip(self.kv_cache.stride()[1:], self.kv_cache.shape[1:], strict=True)
+        if 1 + sum((length - 1) * stride for stride, length in inner) != size:
+            reason = f"a block's summaries are not one piece of memory (strides {self.kv_cache.stride()})"
+            raise Unsupported("this KV-cache layout", reason, "Use the default --kv-cache-layout")
+        shape = (blocks, tokens // PAGE_SIZE, heads, self.record_bytes)
+        stride = (self.kv_cache.stride(0), heads * self.record_bytes, self.record_bytes, 1)
+        return self.kv_cache.as_strided(shape, stride)

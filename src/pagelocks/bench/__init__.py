@@ -1,0 +1,1 @@
+"""Benchmarks: kernels alone, and decoding in vLLM beside dense attention."""

@@ -1,0 +1,254 @@
+"""Time per output token and time to first token in vLLM: LOCKS beside dense attention, in one run on one card.
+
+Each side is an engine in a process of its own, as served.  Decode timings start from a cache that is full already (see
+`fill`); times to first token are real prefills.  A run in which a sequence waited or was preempted is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "glm-4-9b-1m": {
+        "architectures": ["GlmForCausalLM"],
+        "model_type": "glm",
+        "attention_bias": True,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 1048576,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1.5625e-07,
+        "rope_theta": 100000000.0,
+        "partial_rotary_factor": 0.5,
+        "vocab_size": 151552,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+}
+"""Configurations of known models, from their public config.json; dummy weights are drawn for them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to decode: the context of each of its sequences."""
+
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From "131072", "24x32768" (a batch) or "1024+4096+131072" (a mix)."""
+        contexts: list[int] = []
+        for part in text.split("+"):
+            count, _, context = part.rpartition("x")
+            if not context.isdigit() or (count and not count.isdigit()) or int(context) < 32:
+                raise ValueError(
+                    f"case={text!r} is not allowed: a context of 32 tokens or more, COUNTxCONTEXT, or several joined "
+                    'by +. Write, say, "131072", "24x32768" or "1024+131072".'
+                )
+            contexts += [int(context)] * int(count or 1)
+        return cls(tuple(contexts))
+
+    @property
+    def name(self) -> str:
+        """The shortest way to write it."""
+        kinds = sorted(set(self.contexts))
+        return "+".join(f"{n}x{c}" if (n := self.contexts.count(c)) > 1 else str(c) for c in kinds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a side measures.
+
+    Attributes
+    ----------
+    model : str
+        A folder with a config.json, and weights unless `dummy`.
+    cases : decode timings;  prefills : contexts whose time to first token is taken
+    steps, repeats, prefill_repeats : int
+    locks : options of LOCKS, or None for dense
+    utilization : float
+        Of the card's memory.
+    """
+
+    model: str
+    cases: tuple[Case, ...]
+    prefills: tuple[int, ...]
+    steps: int = 64
+    repeats: int = 5
+    prefill_repeats: int = 3
+    locks: dict[str, Any] | None = None
+    utilization: float = 0.95
+    dummy: bool = True
+    batched_tokens: int = 16384
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Start an engine and measure; yields results as they come.  Runs in a process of its own."""
+    from vllm import LLM, SamplingParams
+
+    longest = max([max(case.contexts) for case in plan.cases] + list(plan.prefills))
+    sequences = max([len(case.contexts) for case in plan.cases] + [1])
+    options: dict[str, Any] = {}
+    if plan.locks is not None:
+        options = {"attention_backend": "CUSTOM", "additional_config": {"locks": plan.locks}}
+    fill = {"kv_connector": "FilledCache", "kv_connector_module_path": "pagelocks.bench.fill", "kv_role": "kv_both"}
+    fill["kv_connector_extra_config"] = {"startup_fill": True}  # type: ignore[assignment]
+    llm = LLM(
+        plan.model,
+        load_format="dummy" if plan.dummy else "auto",
+        skip_tokenizer_init=True,
+        max_model_len=longest + plan.steps + 64,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=plan.utilization,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=plan.batched_tokens,
+        disable_log_stats=False,
+        kv_transfer_config=fill,
+        **{**options, **plan.extra},
+    )
+
+    def generate(contexts: Sequence[int], tokens: int, prefill: bool, seed: int) -> list[Any]:
+        prompts: Any = [
+            {"prompt_token_ids": [(7 * i + 13 * j + 31 * seed) % 50000 + 5 for i in range(context)]}
+            for j, context in enumerate(contexts)
+        ]
+        extra = {"kv_transfer_params": {"prefill": True}} if prefill else None
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
+        waits = [o.metrics.scheduled_ts - min(other.metrics.scheduled_ts for other in outputs) for o in outputs]
+        if not prefill and max(waits) > 1.0:
+            raise RuntimeError(f"a sequence waited {max(waits):.1f} s for memory: {contexts} do not fit together")
+        return outputs
+
+    for number, case in enumerate(plan.cases):
+        generate(case.contexts, 8, False, number)
+        times, spans = [], []
+        for repeat in range(plan.repeats):
+            metrics = [o.metrics for o in generate(case.contexts, plan.steps + 8, False, number + repeat)]
+            # From the moment all have a token, to the last token of all: nobody waits, everybody decodes.
+            begin, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
+            times.append((end - begin) / (plan.steps + 7) * 1e3)
+            spans.append(max(m.first_token_ts for m in metrics) - min(m.first_token_ts for m in metrics))
+        yield {"case": case.name, "tpot_ms": times, "spread_of_first_tokens_s": max(spans)}
+    for context in plan.prefills:
+        generate([context], 1, True, 99)
+        times = []
+        for repeat in range(plan.prefill_repeats if context <= 65536 else 2):
+            metrics = generate([context], 1, True, repeat)[0].metrics
+            times.append(metrics.first_token_ts - metrics.scheduled_ts)
+        yield {"prefill": context, "ttft_s": times}
+
+
+def run_in_child(plan: Plan) -> list[dict[str, Any]]:
+    """`run_side` in a process of its own, so that nothing of one side is left when the other starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.jsonl"
+        source = json.dumps({**asdict(plan), "cases": [case.name for case in plan.cases]})
+        command = [sys.executable, "-m", "pagelocks.bench.decode", source, str(path)]
+        code = subprocess.run(command, check=False).returncode
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if code:
+            lines.append({"error": f"the engine ended with status {code}"})
+        return lines
+
+
+def write_model(folder: Path, shape: str) -> str:
+    """A folder with the configuration of a known shape, for dummy weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], "torch_dtype": "bfloat16", "use_cache": True}))
+    return str(folder)
+
+
+def joined(dense: list[dict[str, Any]], locks: list[dict[str, Any]], about: dict[str, Any]) -> list[dict[str, Any]]:
+    """One object a case, from both sides' results."""
+
+    def by(lines: list[dict[str, Any]], key: str) -> dict[Any, dict[str, Any]]:
+        return {line[key]: line for line in lines if key in line}
+
+    first = [
+        {line["prefill"]: statistics.median(line["ttft_s"]) for line in s if "prefill" in line} for s in (dense, locks)
+    ]
+    results = []
+    ours = by(locks, "case")
+    for name, line in by(dense, "case").items():
+        if name not in ours:
+            continue
+        case = Case.parse(name)
+        context, batch = max(case.contexts), len(case.contexts)
+        pair = [statistics.median(side["tpot_ms"]) for side in (line, ours[name])]
+        spreads = [[min(side["tpot_ms"]), max(side["tpot_ms"])] for side in (line, ours[name])]
+        results.append(
+            {
+                "case": name,
+                "context": context,
+                "batch": batch,
+                "dense_ms": round(pair[0], 4),
+                "locks_ms": round(pair[1], 4),
+                "speedup": round(pair[0] / pair[1], 4),
+                "dense_ms_range": spreads[0],
+                "locks_ms_range": spreads[1],
+                "dense_ttft_s": first[0].get(context) if batch == 1 else None,
+                "locks_ttft_s": first[1].get(context) if batch == 1 else None,
+                **about,
+            }
+        )
+    return results
+
+
+def main() -> None:
+    """One side: the plan as JSON, the file for its results."""
+    given = json.loads(sys.argv[1])
+    given |= {"cases": tuple(Case.parse(name) for name in given["cases"]), "prefills": tuple(given["prefills"])}
+    with open(sys.argv[2], "w", encoding="utf-8") as file:
+        for line in run_side(Plan(**given)):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""From CUDA C++ to a kernel that can be launched: NVRTC compiles, the driver loads, nothing else is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one block may have on sm_90."""
+
+
+class CudaError(RuntimeError):
+    """A call to the CUDA driver or compiler failed."""
+
+
+def _call(function: Any, *args: Any) -> Any:
+    """Call into cuda.bindings; raise for an error, return what is left of the tuple."""
+    error, *rest = function(*args)
+    if int(error) != 0:
+        raise CudaError(f"{function.__name__}: {error!s}")
+    return rest[0] if len(rest) == 1 else rest
+
+
+def source_of(name: str, defines: Mapping[str, int]) -> str:
+    """The text that is compiled for kernel file `name`: numbers, what is shared, the kernel."""
+    folder = files(__package__) / "cuda"
+    lines = [f"#define {key} {value}\n" for key, value in defines.items()]
+    return "".join(lines) + (folder / "common.cuh").read_text() + (folder / f"{name}.cu").read_text()
+
+
+def compile_kernel(name: str, defines: Mapping[str, int], arch: str = "sm_90a") -> bytes:
+    """Machine code of kernel file `name` for `arch`; needs no GPU.
+
+    Raises
+    ------
+    CudaError
+        With the compiler's messages.
+    """
+    return _compile(name, tuple(defines.items()), arch)
+
+
+@lru_cache(maxsize=64)
+def _compile(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    source = source_of(name, dict(defines))
+    program = _call(nvrtc.nvrtcCreateProgram, source.encode(), f"{name}.cu".encode(), 0, [], [])
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-default-device"]
+    try:
+        _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
+    except CudaError as error:
+        log = b" " * _call(nvrtc.nvrtcGetProgramLogSize, program)
+        _call(nvrtc.nvrtcGetProgramLog, program, log)
+        raise CudaError(f"{name}.cu does not compile for {arch}: {error}\n{log.decode(errors='replace')}") from None
+    code: bytes = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
+    _call(nvrtc.nvrtcGetCUBIN, program, code)
+    return code
+
+
+class Kernel:
+    """A compiled kernel with one by-value struct as its parameter.
+
+    Parameters
+    ----------
+    name : str
+        The file; `function` is what is called in it.
+    defines : mapping
+        Numbers that the file needs.
+    parameters : str
+        The struct's fields in the notation of Python's `struct`, native alignment.
+    threads, shared : int
+        Threads and bytes of dynamic shared memory of a block.
+    cluster : int
+        Blocks of a cluster.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: str,
+        defines: Mapping[str, int],
+        parameters: str,
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        import torch
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # the driver calls below need PyTorch's context
+        torch.empty(1, device="cuda")
+        self._driver = driver
+        major, minor = torch.cuda.get_device_capability()
+        code = compile_kernel(name, defines, f"sm_{major}{minor}a")
+        self._module = _call(driver.cuModuleLoadData, code)
+        self._function = _call(driver.cuModuleGetFunction, self._module, function.encode())
+        attribute = driver.CUfunction_attribute
+        if shared > 48 * 1024:
+            key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call(driver.cuFuncSetAttribute, self._function, key, shared)
+        if cluster > 8:
+            key = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _call(driver.cuFuncSetAttribute, self._function, key, 1)
+        self._struct = struct.Struct(f"@{parameters}")
+        self._buffer = ctypes.create_string_buffer(self._struct.size)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._address = ctypes.addressof(self._pointers)
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        ids = driver.CUlaunchAttributeID
+        # The kernel may start while the one ahead of it ends; it waits where it must.
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes = [overlap]
+        if cluster > 1:
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension.value.clusterDim.x = cluster
+            dimension.value.clusterDim.y = dimension.value.clusterDim.z = 1
+            attributes.append(dimension)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        self._config = config
+
+    def launch(self, stream: int, grid: tuple[int, int], *values: Any) -> None:
+        """Launch on the stream with this handle; `values` are the struct's fields, tensors as their addresses."""
+        self._struct.pack_into(self._buffer, 0, *values)
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+        config.hStream = stream
+        _call(self._driver.cuLaunchKernelEx, config, self._function, self._address, 0)
+
+    def registers(self) -> int:
+        """Registers a thread."""
+        key = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        return int(_call(self._driver.cuFuncGetAttribute, key, self._function))

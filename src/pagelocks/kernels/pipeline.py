@@ -1,0 +1,142 @@
+"""The steps in order, with the workspace that all layers of an engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import reject
+from .attend import Attend
+from .build import Build
+from .caches import Caches
+from .plan import Plan
+from .score import Score
+from .select import Select
+from .shape import KernelShape
+
+
+@dataclass
+class Rows:
+    """The rows of one step: where their tokens lie and how many they are.
+
+    Attributes
+    ----------
+    lengths : int32 (rows)
+        Tokens of each row after the step; 0 for padding.
+    query_starts : int32 (rows + 1)
+    block_table : int32 (rows, blocks of a row)
+    count, decode : int
+        Rows, and those at the front that have one query token.
+    most_completed : int
+        The most pages that the step may complete.
+    """
+
+    lengths: Tensor
+    query_starts: Tensor
+    block_table: Tensor
+    count: int
+    decode: int
+    most_completed: int
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "query_starts", "block_table"):
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+                raise reject(name, tensor.dtype, "dense int32", "Convert it.")
+
+
+class Pipeline:
+    """Compiled kernels and their workspace, for one shape.
+
+    Parameters
+    ----------
+    shape : KernelShape
+    max_rows, max_completed : int
+        Rows of a step, and pages that it completes, at most.
+    capacity : int
+        Pages whose scores fit the workspace, over all rows of a step that select; a row past that attends everything.
+    device : torch.device
+    logical : bool
+        Also give the selected pages as numbers of the sequence, for tests and traces.
+    """
+
+    def __init__(
+        self,
+        shape: KernelShape,
+        max_rows: int,
+        max_completed: int,
+        capacity: int,
+        device: torch.device,
+        logical: bool = False,
+    ) -> None:
+        self.shape, self.max_rows, self.max_completed, self.capacity = shape, max_rows, max_completed, capacity
+        self.plan_of_step = Plan(shape, max_rows, max_completed, capacity, device)
+        self._build = Build(shape, device)
+        self.score = Score(shape, max_rows, capacity, device)
+        self.select = Select(shape, self.score, max_rows, logical, device)
+        self._attend = Attend(shape, max_rows, device)
+        self._completed_count = self.plan_of_step.completed_start[:1]
+
+    def warm_up(self) -> None:
+        """Compile for every number of rows, so that no step has to."""
+        for rows in range(1, self.max_rows + 1):
+            self.select.warm_up(rows)
+
+    def plan(self, stream: int, rows: Rows, dense_below: int | None = None, mark: Caches | None = None) -> None:
+        """Once a step, before anything else.
+
+        Parameters
+        ----------
+        dense_below : int, optional
+            Stands in for the configuration's.
+        mark : Caches, optional
+            Where to mark the records of the pages that the step completes as missing, if they are built after it.
+        """
+        if rows.count > self.max_rows or rows.most_completed > self.max_completed:
+            found = (rows.count, rows.most_completed)
+            allowed = f"at most {(self.max_rows, self.max_completed)}"
+            raise reject("(rows, pages completed)", found, allowed, "Make a larger pipeline.")
+        least = self.shape.config.dense_below if dense_below is None else dense_below
+        table = rows.block_table
+        self.plan_of_step(stream, rows.lengths, rows.query_starts, table, rows.count, rows.decode, least, mark)
+        self._completed_count = self.plan_of_step.completed_start[rows.count :]
+
+    def build(self, stream: int, rows: Rows, caches: Caches, layer: int | None = None) -> None:
+        """Records of the pages that the planned step completes.
+
+        In one layer, before its `decode`; or, if `layer` is None, in all of them, after the step.
+        """
+        self.build_pages(stream, caches, self.plan_of_step.completed, self._completed_count, rows.most_completed, layer)
+
+    def build_pages(
+        self, stream: int, caches: Caches, pages: Tensor, count: Tensor, most: int, layer: int | None = None
+    ) -> None:
+        """Records of the first `count` of `pages`, at most `most`: see `Build`."""
+        self._build(stream, caches, layer, pages, count, most)
+
+    def attend(
+        self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
+    ) -> None:
+        """Attention of the decode rows over the pages that were selected, or all."""
+        plan, table, pages = self.plan_of_step, rows.block_table, self.select.pages
+        starts = (plan.score_start, plan.attend_start)
+        self._attend(stream, query, keys, values, output, table, pages, *starts, rows.lengths, rows.decode, scale)
+
+    def decode(
+        self,
+        stream: int,
+        rows: Rows,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        records: Tensor,
+        output: Tensor,
+        scale: float,
+    ) -> None:
+        """Score, select and attend."""
+        table, start = rows.block_table, self.plan_of_step.score_start
+        self.score(stream, query, records, table, start, rows.decode, scale)
+        self.select(stream, table, start, rows.lengths, rows.decode)
+        self.attend(stream, rows, query, keys, values, output, scale)

@@ -1,0 +1,92 @@
+"""Score: packed records and queries -> log-mass of each page; `pagelocks.score.log_mass` is the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compiler import SHARED_MEMORY, Kernel
+from .shape import KernelShape
+
+GROUP_PAGES = 8
+LEAST_PAGES = 16
+"""Pages of a row that are worth a block of their own."""
+
+
+def warps_of(shape: KernelShape) -> tuple[int, int, int]:
+    """KV heads a block works on at a time, its warps, and stages of each warp's ring."""
+    stage = GROUP_PAGES * shape.layout.record_bytes
+    # More than eight query heads need the registers of two warps.
+    most = min(16 if shape.group <= 8 else 8, (SHARED_MEMORY - 4096) // (2 * stage))
+    heads = min(shape.kv_heads, most)
+    while shape.kv_heads % heads:
+        heads -= 1
+    warps = heads * (most // heads)
+    return heads, warps, min(4, (SHARED_MEMORY - 4096) // (warps * stage))
+
+
+class Score:
+    """The score kernel of one shape, with its outputs.
+
+    Attributes
+    ----------
+    log_mass : fp32 (kv_heads, capacity, group)
+        Natural log; the pages of the rows that select, one row after the other.
+    partial : fp32 (kv_heads, group, slots, 2)
+        Maximum and sum, in base 2, of what each warp saw of a row.
+    """
+
+    def __init__(self, shape: KernelShape, max_rows: int, capacity: int, device: torch.device) -> None:
+        self.shape, self.capacity = shape, capacity
+        heads, warps, stages = warps_of(shape)
+        self.subs = warps // heads
+        defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
+        defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages}
+        shared = warps * stages * GROUP_PAGES * shape.layout.record_bytes
+        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPqqqqqiiif", 32 * warps, shared)
+        self._columns = shape.kv_heads // heads
+        self.parts = max(1, torch.cuda.get_device_properties(device).multi_processor_count // self._columns)
+        self.log_mass = torch.empty(shape.kv_heads, capacity, shape.group, dtype=torch.float32, device=device)
+        # Rows and blocks both follow the pages, so a block and a row it works on are at a slot of their own, their sum.
+        self.slots = (self.parts + max_rows) * self.subs
+        self.partial = torch.empty(shape.kv_heads, shape.group, self.slots, 2, device=device)
+
+    def __call__(
+        self,
+        stream: int,
+        query: Tensor,
+        records: Tensor,
+        block_table: Tensor,
+        start: Tensor,
+        rows: int,
+        scale: float,
+    ) -> None:
+        """Score the pages that `start` counts.
+
+        Parameters
+        ----------
+        query : (rows, kv_heads * group, head_dim), rows strided
+        records : uint8 (blocks, pages a block, kv_heads, record_bytes), dense but for the first stride
+        block_table : int32 (rows, blocks of a row)
+        start : int32 (rows + 1), from `Plan.score_start`
+        scale : float
+        """
+        self._kernel.launch(
+            stream,
+            (self.parts, self._columns),
+            query.data_ptr(),
+            records.data_ptr(),
+            block_table.data_ptr(),
+            start.data_ptr(),
+            self.log_mass.data_ptr(),
+            self.partial.data_ptr(),
+            query.stride(0),
+            records.stride(0),
+            block_table.stride(0),
+            self.capacity,
+            self.slots,
+            rows,
+            self.parts,
+            LEAST_PAGES,
+            scale,
+        )
