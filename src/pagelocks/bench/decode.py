@@ -7,12 +7,13 @@ Each side is an engine in a process of its own, as served.  Decode timings start
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,29 +72,46 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A batch to decode: the context of each of its sequences."""
+    """A batch to decode: the context of each of its sequences, and LOCKS' `dense_below` for it."""
 
     contexts: tuple[int, ...]
+    dense_below: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From "131072", "24x32768" (a batch) or "1024+4096+131072" (a mix)."""
+        """From "131072", "24x32768" (a batch) or "1024+4096+131072" (a mix); "@16384" after it sets `dense_below`."""
+        batch, at, below = text.partition("@")
         contexts: list[int] = []
-        for part in text.split("+"):
+        for part in batch.split("+"):
             count, _, context = part.rpartition("x")
-            if not context.isdigit() or (count and not count.isdigit()) or int(context) < 32:
+            numbers = [context, count or "1", below if at else "0"]
+            if not all(number.isdigit() for number in numbers) or int(context) < 32:
                 raise ValueError(
                     f"case={text!r} is not allowed: a context of 32 tokens or more, COUNTxCONTEXT, or several joined "
-                    'by +. Write, say, "131072", "24x32768" or "1024+131072".'
+                    'by +, then perhaps @ and a number of tokens. Write, say, "131072", "24x32768" or "1024@16384".'
                 )
             contexts += [int(context)] * int(count or 1)
-        return cls(tuple(contexts))
+        return cls(tuple(contexts), int(below or 0))
+
+    @property
+    def batch(self) -> str:
+        """The shortest way to write the contexts."""
+        kinds = sorted(set(self.contexts))
+        return "+".join(f"{n}x{c}" if (n := self.contexts.count(c)) > 1 else str(c) for c in kinds)
 
     @property
     def name(self) -> str:
-        """The shortest way to write it."""
-        kinds = sorted(set(self.contexts))
-        return "+".join(f"{n}x{c}" if (n := self.contexts.count(c)) > 1 else str(c) for c in kinds)
+        """The shortest way to write it all."""
+        return self.batch + (f"@{self.dense_below}" if self.dense_below else "")
+
+
+def set_dense_below(worker: Any, tokens: int) -> None:
+    """In an engine's worker: attend everything in requests of this many tokens or fewer."""
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        state = getattr(layer, "state", None)
+        if state is not None:
+            state.options = replace(state.options, config=replace(state.options.config, dense_below=tokens))
+            return
 
 
 @dataclass(frozen=True)
@@ -164,7 +182,13 @@ def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
             raise RuntimeError(f"a sequence waited {max(waits):.1f} s for memory: {contexts} do not fit together")
         return outputs
 
+    done: set[str] = set()
     for number, case in enumerate(plan.cases):
+        if plan.locks is not None:
+            llm.collective_rpc(set_dense_below, args=(case.dense_below,))
+        elif case.batch in done:
+            continue
+        done.add(case.batch)
         generate(case.contexts, 8, False, number)
         times, spans = [], []
         for repeat in range(plan.repeats):
@@ -173,7 +197,11 @@ def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
             begin, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
             times.append((end - begin) / (plan.steps + 7) * 1e3)
             spans.append(max(m.first_token_ts for m in metrics) - min(m.first_token_ts for m in metrics))
-        yield {"case": case.name, "tpot_ms": times, "spread_of_first_tokens_s": max(spans)}
+        yield {
+            "case": case.name if plan.locks is not None else case.batch,
+            "tpot_ms": times,
+            "spread_of_first_tokens_s": max(spans),
+        }
     for context in plan.prefills:
         generate([context], 1, True, 99)
         times = []
@@ -189,7 +217,9 @@ def run_in_child(plan: Plan) -> list[dict[str, Any]]:
         path = Path(folder) / "results.jsonl"
         source = json.dumps({**asdict(plan), "cases": [case.name for case in plan.cases]})
         command = [sys.executable, "-m", "pagelocks.bench.decode", source, str(path)]
-        code = subprocess.run(command, check=False).returncode
+        # Functions of ours run in the engine's worker; without this vLLM sends it names of its own methods alone.
+        environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        code = subprocess.run(command, check=False, env=environment).returncode
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         if code:
             lines.append({"error": f"the engine ended with status {code}"})
@@ -213,24 +243,26 @@ def joined(dense: list[dict[str, Any]], locks: list[dict[str, Any]], about: dict
         {line["prefill"]: statistics.median(line["ttft_s"]) for line in s if "prefill" in line} for s in (dense, locks)
     ]
     results = []
-    ours = by(locks, "case")
-    for name, line in by(dense, "case").items():
-        if name not in ours:
-            continue
+    theirs = by(dense, "case")
+    for name, line in by(locks, "case").items():
         case = Case.parse(name)
+        if case.batch not in theirs:
+            continue
+        other = theirs[case.batch]
         context, batch = max(case.contexts), len(case.contexts)
-        pair = [statistics.median(side["tpot_ms"]) for side in (line, ours[name])]
-        spreads = [[min(side["tpot_ms"]), max(side["tpot_ms"])] for side in (line, ours[name])]
+        ms = {side: [round(x, 4) for x in each["tpot_ms"]] for side, each in (("dense", other), ("locks", line))}
+        medians = {side: statistics.median(each) for side, each in ms.items()}
         results.append(
             {
-                "case": name,
+                "case": case.batch,
                 "context": context,
                 "batch": batch,
-                "dense_ms": round(pair[0], 4),
-                "locks_ms": round(pair[1], 4),
-                "speedup": round(pair[0] / pair[1], 4),
-                "dense_ms_range": spreads[0],
-                "locks_ms_range": spreads[1],
+                "dense_below": case.dense_below,
+                "dense_ms": medians["dense"],
+                "locks_ms": medians["locks"],
+                "speedup": round(medians["dense"] / medians["locks"], 4),
+                "dense_ms_all": ms["dense"],
+                "locks_ms_all": ms["locks"],
                 "dense_ttft_s": first[0].get(context) if batch == 1 else None,
                 "locks_ttft_s": first[1].get(context) if batch == 1 else None,
                 **about,

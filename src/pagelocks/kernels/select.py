@@ -9,7 +9,6 @@ from .compiler import Kernel
 from .score import LEAST_PAGES, Score
 from .shape import KernelShape
 
-THREADS = 1024
 KEYS = 8192
 """Pages of a block whose shares fit its shared memory; others stay in global memory."""
 BINS = 2048
@@ -45,13 +44,15 @@ class Select:
     def warm_up(self, rows: int) -> None:
         """Compile what `rows` rows need."""
         cluster = self.cluster(rows)
+        threads = 1024 if cluster >= 8 else 512  # two blocks a processor where there are many
         if cluster not in self._kernels:
             defines = self.shape.defines("GROUP", "KV_HEADS", "PAGES_A_BLOCK")
-            defines |= {"SUBS": self.score.subs, "THREADS": THREADS, "KEYS": KEYS}
-            pieces = 8 * self.shape.group * max(1, THREADS // 32 // self.shape.group)
-            fixed = 2 * BINS * 4 + THREADS // 32 * 12 + pieces + 8 * self.shape.group + 64
+            defines |= {"SUBS": self.score.subs, "THREADS": threads, "KEYS": KEYS}
+            group = self.shape.group
+            pieces = 8 * group * max(1, threads // 32 // group)
+            fixed = 4 * BINS * 4 + 16 * 2 * 4 + threads // 32 * 12 + pieces + 8 * group + 64
             shared = -(-fixed // 16) * 16 + KEYS * 4
-            kernel = Kernel("select", "select_pages", defines, "PPPPPPPPqqqiiiiii", THREADS, shared, cluster)
+            kernel = Kernel("select", "select_pages", defines, "PPPPPPPPqqqiiiiii", threads, shared, cluster)
             self._kernels[cluster] = kernel
 
     def __call__(self, stream: int, block_table: Tensor, start: Tensor, lengths: Tensor, rows: int) -> None:

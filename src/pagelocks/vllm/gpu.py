@@ -114,7 +114,8 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
         self.flush()
         caches = self.caches()
         only_decode = decode == count
-        self.pipeline.plan(_stream(), rows, mark=caches if only_decode else None)
+        dense_below = self.state.options.config.dense_below
+        self.pipeline.plan(_stream(), rows, dense_below, caches if only_decode else None)
         if only_decode:
             self._pending = rows
         prefill = None

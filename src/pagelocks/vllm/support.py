@@ -88,7 +88,10 @@ REFUSALS = (
     ),
     Refusal(
         "KV connectors",
-        lambda c: c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector_module_path != BENCH_FILL,
+        lambda c: (
+            c.kv_transfer_config is not None
+            and getattr(c.kv_transfer_config, "kv_connector_module_path", None) != BENCH_FILL
+        ),
         "a connector may load K and V without the summaries of their pages",
         "Remove --kv-transfer-config and --kv-offloading-size",
     ),

@@ -51,6 +51,8 @@ struct Walk {
   int item_start;  // position of the item's first page
   int row, item;   // item: head and tile within the row
   int pages;       // of an item of this row
+  int length;      // tokens of this row
+  bool selects;    // whether its pages are chosen ones
   int page, begin, end;
 
   DEVICE_MEMBER void enter(int low, int high, int warp) {
@@ -59,10 +61,17 @@ struct Walk {
     end = (high < stop ? high : stop) - item_start;
     page = begin + warp;
   }
+  DEVICE_MEMBER int enter_row(const Params& p) {  // returns where the row starts
+    const int start = p.attend_start[row], stop = p.attend_start[row + 1];
+    const int scored = p.score_start[row], scored_to = p.score_start[row + 1];
+    length = p.lengths[row];
+    pages = stop - start;
+    selects = scored_to > scored;
+    return start;
+  }
   DEVICE_MEMBER void find(const Params& p, int low, int high, int warp) {
     row = row_of(p.attend_start, p.rows, low / ITEMS);
-    pages = p.attend_start[row + 1] - p.attend_start[row];
-    int row_start = p.attend_start[row] * ITEMS;
+    const int row_start = enter_row(p) * ITEMS;
     item = (low - row_start) / pages;
     item_start = row_start + item * pages;
     enter(low, high, warp);
@@ -74,37 +83,32 @@ struct Walk {
       item = 0;
       do {
         row++;
-        pages = p.attend_start[row + 1] - p.attend_start[row];
+        enter_row(p);
       } while (pages == 0);
     }
     enter(low, high, warp);
     return true;
   }
+  DEVICE_MEMBER int tokens_of_page() const { return page == pages - 1 ? length - (length - 1) / PAGE * PAGE : PAGE; }
 };
 
 DEVICE int physical_page(const Params& p, const Walk& w) {
-  if (p.score_start[w.row + 1] > p.score_start[w.row])
-    return p.pages[((i64)w.row * KV_HEADS + w.item / TILES) * p.budget_pages + w.page];
+  if (w.selects) return p.pages[((i64)w.row * KV_HEADS + w.item / TILES) * p.budget_pages + w.page];
   return p.block_table[w.row * p.table_stride + w.page / PAGES_A_BLOCK] * PAGES_A_BLOCK + w.page % PAGES_A_BLOCK;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 raw[];
+// Of `count` blocks that call this for the same counter, true for the last; what the others wrote before is then visible
+// to this thread.  The counter is back at zero afterwards.
+DEVICE bool is_last(u32* counter, u32 count) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  return before == count - 1;
+}
+
+DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, int parts) {
   Merge& merge = *(Merge*)(raw + WARPS * STAGES * STAGE_BYTES);
   const int warp = threadIdx.x >> 5, lane = lane_id(), g = lane >> 2, x = lane & 3;
   const u32 ring = shared_address(raw) + warp * (STAGES * STAGE_BYTES);
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {  // padding, which later layers still compute with
-    if (p.attend_start[row] != p.attend_start[row + 1]) continue;
-    for (int i = threadIdx.x; i < KV_HEADS * GROUP * HEAD_DIM / 2; i += THREADS) ((u32*)(p.output + row * p.output_stride))[i] = 0;
-  }
-  const int total = p.attend_start[p.rows] * ITEMS;
-  if (total == 0) return;
-  const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
-  if ((int)blockIdx.x >= parts) return;
-  const int low = part_begin(total, blockIdx.x, parts), high = part_begin(total, blockIdx.x + 1, parts);
-
   Walk now, ahead;
   now.find(p, low, high, warp);
   ahead = now;
@@ -113,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
   int next = more ? physical_page(p, ahead) : 0;
   auto issue = [&](int stage) {
     if (more) {
-      int left = ahead.page == ahead.pages - 1 ? p.lengths[ahead.row] - (p.lengths[ahead.row] - 1) / PAGE * PAGE : PAGE;
+      const int left = ahead.tokens_of_page();
       const i64 base = (i64)(next / PAGES_A_BLOCK) * p.block_stride + (i64)(next % PAGES_A_BLOCK) * PAGE * p.token_stride +
                        (ahead.item / TILES) * p.head_stride;
       const u32 to = ring + stage * STAGE_BYTES;
@@ -138,7 +142,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
   while (going) {
     const int head = now.item / TILES, tile = now.item % TILES;
     const int first_member = tile * MEMBERS;  // the last tile may be short
-    const int length = p.lengths[now.row];
     // Queries as operands, scaled so that logits come in base 2.
     u32 query[DEPTH][UPPER ? 4 : 2];
     {
@@ -176,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
         mma_elements(logits[0], a0, a1, a2, a3, b[0], b[1]);
         mma_elements(logits[1], a0, a1, a2, a3, b[2], b[3]);
       }
-      const int left = now.page == now.pages - 1 ? length - (length - 1) / PAGE * PAGE : PAGE;
+      const int left = now.tokens_of_page();
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -264,15 +267,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
     }
     if (!whole) {
       const int first = part_of(total, now.item_start, parts), last = part_of(total, now.item_start + now.pages - 1, parts);
-      __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0) {
-        u32 before = atomicInc(&p.arrived[(i64)now.row * ITEMS + now.item], last - first);  // back to 0 with the last
-        merge.last = before == (u32)(last - first);
-      }
+      if (threadIdx.x == 0) merge.last = is_last(&p.arrived[(i64)now.row * ITEMS + now.item], last - first + 1);
       __syncthreads();
       if (merge.last) {
-        __threadfence();
         // The item's first block has it as its last piece (slot 1), unless its part begins there; the others as slot 0.
         auto slot_of = [&](int part) { return 2 * (i64)(first + part) + (part == 0); };
         const int count = last - first + 1;
@@ -317,4 +315,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
     __syncthreads();  // the merge buffer is free again
   }
   copy_async_wait<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 raw[];
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int total = p.attend_start[p.rows] * ITEMS;
+  const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
+  if ((int)blockIdx.x < parts) {
+    attend_part(p, raw, part_begin(total, blockIdx.x, parts), part_begin(total, blockIdx.x + 1, parts), total, parts);
+  }
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {  // padding, which later layers still compute with
+    if (p.attend_start[row] != p.attend_start[row + 1]) continue;
+    for (int i = threadIdx.x; i < KV_HEADS * GROUP * HEAD_DIM / 2; i += THREADS) ((u32*)(p.output + row * p.output_stride))[i] = 0;
+  }
 }

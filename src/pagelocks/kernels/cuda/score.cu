@@ -2,19 +2,22 @@
 //
 //     s_g(j) = logsumexp_i( (q_g . mu_j + (V_j^T q_g) . c_i) * scale )                                        (Eq. 4)
 //
-// Each warp streams records of one KV head through a ring of its own in shared memory, eight pages a stage, by bulk
-// copies; warps never wait for each other.  All products run on tensor cores:
+// A page's records of all KV heads lie together, so one bulk copy brings them; small copies would cost as much as large
+// ones.  HEADS_A_BLOCK warps, one a KV head, share a ring of stages of eight pages; the last of them to be done with a
+// stage fills it again, so none ever waits for another.  All products run on tensor cores, and each leaves its result where the next
+// one wants its operand.  With lane = 4 g + x:
 //
-//   V^T q   int8 x int4 -> int32.  A head's query is a 16-bit integer in two bytes, the rows g and g + 8 of one operand,
-//           and the step is 2^-15 of the largest or 2^-14.  Nibbles stay biased by 8; the sums start at
-//           -8 sum(q).  The order of the head dimension is the records' own: a lane's 16 bytes of a column are its
-//           operands as they lie, and the query is permuted to match.
-//   c . t   fp16 x fp16 -> fp32 with t = V^T q split into two halves, the two halves of the operand's depth.
-//   q . mu  int8 x int8 -> int32, eight pages at once.
+//   t = V^T q   int8 x int4 -> int32: heads by columns.  A head's query is a 16-bit integer in two bytes, the rows g and
+//               g + 8 of one operand, in steps of 2^-15 of the largest or 2^-14.  Nibbles stay biased by 8; the sums
+//               start at -8 sum(q).  The order of the head dimension is the records' own: a lane's 16 bytes of a column
+//               are its operands as they lie, and the query is permuted to match.
+//   C t         fp16 x fp16 -> fp32: tokens by heads, with t in units of logits and split into two halves, which are the
+//               two halves of the operand's depth, so that the product keeps 22 bits of it.
+//   q . mu      int8 x int8 -> int32: eight pages by heads.
 //
 // The exponentials of a page's 16 tokens are summed without subtracting their maximum: deviations from a centroid are
 // centred, so their largest is not below zero, and fp32 holds what is left.  Where it does not (a sum outside
-// 1e-30 ... 1e30), the group is computed again with the maximum subtracted.
+// 1e-30 ... 1e30, or t beyond fp16), the group is computed again with the maximum subtracted.
 //
 // Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS, BASIS_SCALE,
 // COEFFICIENT_SCALE, WARPS, HEADS_A_BLOCK, STAGES; FP16 or not.
@@ -36,8 +39,8 @@ constexpr int GROUP_PAGES = 8;
 constexpr int SUBS = WARPS / HEADS_A_BLOCK;    // warps that share a KV head
 constexpr int CHUNKS = HEAD_DIM / 32;
 constexpr int TILES = (GROUP + 7) / 8;         // of eight query heads
-constexpr int PAIRS = (TILES + 1) / 2;
-constexpr int STAGE_BYTES = GROUP_PAGES * RECORD_BYTES;
+constexpr int PAGE_BYTES = HEADS_A_BLOCK * RECORD_BYTES;
+constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 constexpr float QUERY_STEPS = 32512.f;         // 127 * 256: both bytes stay within -128 ... 127 up to here
 
 // A walk over the groups of eight pages that one warp handles, across the rows of its block's part.
@@ -64,9 +67,10 @@ DEVICE int block_of(const Params& p, const Walk& walk, int limit) {  // this lan
 }
 
 struct Query {
-  u32 part[TILES][CHUNKS][4];  // operand registers: high bytes, low bytes, of even and of odd dimensions
-  int bias_high[TILES], bias_low[TILES];
-  float unit[TILES];           // logits, in base 2, per unit of integer query times key
+  u32 part[TILES][CHUNKS][4];  // of head g: high bytes, low bytes, of even and then of odd dimensions
+  int bias[TILES][4];          // where the sums of V^T q start
+  float unit[TILES];           // logits, in base 2, per unit of integer query times key: of head g,
+  float units[TILES][2];       // of heads 2 x and 2 x + 1
 };
 
 DEVICE void load_query(Query& q, const Params& p, int row, int head) {
@@ -75,13 +79,17 @@ DEVICE void load_query(Query& q, const Params& p, int row, int head) {
   for (int t = 0; t < TILES; t++) {
     int query_head = t * 8 + g;
     bool real = query_head < GROUP;
-    const u32* from = (const u32*)(p.query + row * p.query_stride + (head * GROUP + (real ? query_head : 0)) * HEAD_DIM +
-                                   x * (HEAD_DIM / 4));
+    const u16* from = p.query + row * p.query_stride + (head * GROUP + (real ? query_head : 0)) * HEAD_DIM + x * (HEAD_DIM / 4);
     u32 raw[HEAD_DIM / 8];
     float largest = 0.f;
 #pragma unroll
+    for (int i = 0; i < HEAD_DIM / 32; i++) {
+      const uint4 eight = ((const uint4*)from)[i];
+      raw[4 * i] = eight.x, raw[4 * i + 1] = eight.y, raw[4 * i + 2] = eight.z, raw[4 * i + 3] = eight.w;
+    }
+#pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++) {
-      raw[i] = real ? from[i] : 0u;
+      if (!real) raw[i] = 0;
       largest = fmaxf(largest, fmaxf(fabsf(element_low(raw[i])), fabsf(element_high(raw[i]))));
     }
     largest = quad_max(largest);
@@ -114,19 +122,28 @@ DEVICE void load_query(Query& q, const Params& p, int row, int head) {
     high_sum += __shfl_xor_sync(FULL, high_sum, 2);
     low_sum += __shfl_xor_sync(FULL, low_sum, 1);
     low_sum += __shfl_xor_sync(FULL, low_sum, 2);
-    q.bias_high[t] = -8 * high_sum;
-    q.bias_low[t] = -8 * low_sum;
+    q.bias[t][0] = q.bias[t][1] = -8 * high_sum;
+    q.bias[t][2] = q.bias[t][3] = -8 * low_sum;
     q.unit[t] = p.scale * LOG2E / inverse;
+    q.units[t][0] = __shfl_sync(FULL, q.unit[t], 8 * x);
+    q.units[t][1] = __shfl_sync(FULL, q.unit[t], 8 * x + 4);
   }
 }
 
-// Sums over one page's tokens of 2^(logit - peak) for query head t * 8 + g, this lane's quarter of the tokens; peak is 0
-// unless SAFE.
+DEVICE float sum_over_tokens(float value) {
+  for (int k = 4; k < 32; k <<= 1) value += __shfl_xor_sync(FULL, value, k);
+  return value;
+}
+DEVICE float max_over_tokens(float value) {
+  for (int k = 4; k < 32; k <<= 1) value = fmaxf(value, __shfl_xor_sync(FULL, value, k));
+  return value;
+}
+
+// Sums over this lane's two tokens, 2 g and 2 g + 1, of 2^(logit - peak) for heads 8 t + 2 x and + 1; peak is 0 unless
+// SAFE.
 template <bool SAFE>
-DEVICE void score_page(float (&sums)[TILES], float (&peaks)[TILES], const Query& q, const u8* record) {
+DEVICE void score_page(float (&sums)[TILES][2], float (&peaks)[TILES][2], const Query& q, const u8* record) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
-  constexpr float TO_HALF = 1.f / 32768.f;  // keeps V^T q well inside fp16
-  // t = V^T q of columns 2 x, 2 x + 1 for head g: the product's own layout is the next one's operand.
   u32 codes[CHUNKS];
   const u8* column = record + COLUMNS + (g < RANK ? g : RANK - 1) * COLUMN_BYTES + x * (HEAD_DIM / 8);
   if constexpr (CHUNKS % 4 == 0) {
@@ -142,8 +159,8 @@ DEVICE void score_page(float (&sums)[TILES], float (&peaks)[TILES], const Query&
   int sum[TILES][4];
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
-    sum[t][0] = sum[t][1] = q.bias_high[t];
-    sum[t][2] = sum[t][3] = q.bias_low[t];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[t][i] = q.bias[t][i];
   }
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
@@ -151,134 +168,149 @@ DEVICE void score_page(float (&sums)[TILES], float (&peaks)[TILES], const Query&
 #pragma unroll
     for (int t = 0; t < TILES; t++) mma_bytes_unsigned(sum[t], q.part[t][chunk], even, odd);
   }
-  const int c0 = 2 * x < RANK ? 2 * x : RANK - 1, c1 = 2 * x + 1 < RANK ? 2 * x + 1 : RANK - 1;
-  const u16* scales = (const u16*)(record + BASIS_SCALE);
-  float scale0 = 2 * x < RANK ? half_to_float(scales[c0]) * TO_HALF : 0.f;
-  float scale1 = 2 * x + 1 < RANK ? half_to_float(scales[c1]) * TO_HALF : 0.f;
-  u32 high[2 * PAIRS], low[2 * PAIRS];
-#pragma unroll
-  for (int t = 0; t < 2 * PAIRS; t++) {
-    if (t < TILES) {
-      float t0 = (float)(sum[t][0] * 256 + sum[t][2]) * scale0, t1 = (float)(sum[t][1] * 256 + sum[t][3]) * scale1;
-      high[t] = floats_to_halves(t0, t1);
-      low[t] = floats_to_halves(t0 - low_half(high[t]), t1 - high_half(high[t]));
-    } else {
-      high[t] = low[t] = 0;
-    }
-  }
   // Coefficients of columns 2 x, 2 x + 1 for tokens 2 g and 2 g + 1, as fp16: a byte beside 0x64 is 1024 + byte.
+  const int c0 = 2 * x < RANK ? 2 * x : RANK - 1, c1 = 2 * x + 1 < RANK ? 2 * x + 1 : RANK - 1;
   const u8* entries = record + COLUMNS + COEFFICIENTS + 2 * g;
   u32 bytes = __byte_perm(*(const u16*)(entries + c0 * COLUMN_BYTES), *(const u16*)(entries + c1 * COLUMN_BYTES), 0x5140);
   bytes ^= 0x80808080u;
   u32 first = __byte_perm(bytes, 0x64646464u, 0x4140), second = __byte_perm(bytes, 0x64646464u, 0x4342);
   asm("sub.f16x2 %0, %0, %1;" : "+r"(first) : "r"(0x64806480u));
   asm("sub.f16x2 %0, %0, %1;" : "+r"(second) : "r"(0x64806480u));
-  // Columns 2 x, 2 x + 1 of the two products: tokens 4 x, 4 x + 2 and 4 x + 1, 4 x + 3.
-  const u16* steps = (const u16*)(record + COEFFICIENT_SCALE) + 4 * x;
-  float step[4];
-  if constexpr (COEFFICIENT_SCALE % 8 == 0) {
-    uint2 four = *(const uint2*)steps;
-    step[0] = low_half(four.x), step[1] = high_half(four.x), step[2] = low_half(four.y), step[3] = high_half(four.y);
+  u32 steps;  // scales of the two tokens
+  if constexpr (COEFFICIENT_SCALE % 4 == 0) {
+    steps = *(const u32*)(record + COEFFICIENT_SCALE + 4 * g);
   } else {
-    for (int i = 0; i < 4; i++) step[i] = half_to_float(steps[i]);
+    const u16* two = (const u16*)(record + COEFFICIENT_SCALE) + 2 * g;
+    steps = two[0] | (u32)two[1] << 16;
   }
-  const float unit = power_of_two((int)*(const u16*)record - 32768) * (1.f / TO_HALF);
+  float step0 = low_half(steps), step1 = high_half(steps);
+  u32 scales;  // of the two columns
+  if constexpr (RANK % 2 == 0) {
+    scales = *(const u32*)(record + BASIS_SCALE + 2 * (2 * x < RANK ? 2 * x : 0));
+  } else {
+    const u16* all = (const u16*)(record + BASIS_SCALE);
+    scales = all[c0] | (u32)all[c1] << 16;
+  }
+  const float unit = power_of_two((int)*(const u16*)record - 32768);
 #pragma unroll
-  for (int pair = 0; pair < PAIRS; pair++) {
-    float even[4] = {}, odd[4] = {};
-    mma_halves(even, high[2 * pair], high[2 * pair + 1], low[2 * pair], low[2 * pair + 1], first, first);
-    mma_halves(odd, high[2 * pair], high[2 * pair + 1], low[2 * pair], low[2 * pair + 1], second, second);
+  for (int t = 0; t < TILES; t++) {
+    const float f = SAFE ? 1.f / 32768.f : unit * q.unit[t];  // SAFE keeps t well inside fp16
+    float t0 = 2 * x < RANK ? (float)(sum[t][0] * 256 + sum[t][2]) * (low_half(scales) * f) : 0.f;
+    float t1 = 2 * x + 1 < RANK ? (float)(sum[t][1] * 256 + sum[t][3]) * (high_half(scales) * f) : 0.f;
+    const u32 high = floats_to_halves(t0, t1), low = floats_to_halves(t0 - low_half(high), t1 - high_half(high));
+    float z[4] = {};
+    mma_halves(z, first, second, first, second, high, low);
+    if constexpr (SAFE) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int t = 2 * pair + half;
-      if (t < TILES) {
-        const float f = unit * q.unit[t];
-        float z0 = even[2 * half] * (step[0] * f), z1 = odd[2 * half] * (step[1] * f);
-        float z2 = even[2 * half + 1] * (step[2] * f), z3 = odd[2 * half + 1] * (step[3] * f);
-        peaks[t] = 0.f;
-        if constexpr (SAFE) {
-          peaks[t] = fminf(fmaxf(quad_max(fmaxf(fmaxf(z0, z1), fmaxf(z2, z3))), -1e38f), 1e38f);
-          z0 -= peaks[t], z1 -= peaks[t], z2 -= peaks[t], z3 -= peaks[t];
-        }
-        sums[t] = (exp2_fast(z0) + exp2_fast(z1)) + (exp2_fast(z2) + exp2_fast(z3));
+      for (int i = 0; i < 4; i++) z[i] *= 32768.f * unit * q.units[t][i & 1];
+    }
+    z[0] *= step0, z[1] *= step0, z[2] *= step1, z[3] *= step1;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      peaks[t][h] = 0.f;
+      if constexpr (SAFE) {
+        peaks[t][h] = fminf(fmaxf(max_over_tokens(fmaxf(z[h], z[2 + h])), -1e38f), 1e38f);
+        z[h] -= peaks[t][h], z[2 + h] -= peaks[t][h];
       }
+      sums[t][h] = exp2_fast(z[h]) + exp2_fast(z[2 + h]);
     }
   }
 }
 
-// Log-mass, in base 2, of a group's pages x and x + 4 for query head t * 8 + g of this lane.  False where a sum left the
-// range in which it can be trusted.
+// Half of a sum over lanes: of values a and b, a lane with `second` keeps b and gets the other lane's share of it.
+DEVICE float halve(float a, float b, bool second, int distance) {
+  return (second ? b : a) + __shfl_xor_sync(FULL, second ? a : b, distance);
+}
+
+// Log-mass, in base 2, of page g of a group for heads 8 t + 2 x and + 1.  False where a sum left the range in which it can
+// be trusted.
 template <bool SAFE> DEVICE bool score_group(float (&mass)[TILES][2], const Query& q, const u8* group) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
-  float sums[TILES][2], peaks[TILES][2];
-#pragma unroll
-  for (int t = 0; t < TILES; t++) sums[t][0] = sums[t][1] = 1.f, peaks[t][0] = peaks[t][1] = 0.f;
+  float sums[TILES][2][2], peaks[TILES][2];  // of pages 0-3 and of 4-7: a quarter of each, of page g & 3
 #pragma unroll 1
-  for (int pair = 0; pair < GROUP_PAGES / 2; pair++) {
-    float sum[2][TILES], peak[2][TILES];
-    score_page<SAFE>(sum[0], peak[0], q, group + 2 * pair * RECORD_BYTES);
-    score_page<SAFE>(sum[1], peak[1], q, group + (2 * pair + 1) * RECORD_BYTES);
+  for (int half = 0; half < 2; half++) {
+    float sum[4][TILES][2], peak[4][TILES][2];
+#pragma unroll
+    for (int page = 0; page < 4; page++) score_page<SAFE>(sum[page], peak[page], q, group + (4 * half + page) * PAGE_BYTES);
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      // Quarters of two pages' sums: even lanes of a quad gather the first page's, odd ones the second's.
-      float mine = x & 1 ? sum[1][t] : sum[0][t], theirs = x & 1 ? sum[0][t] : sum[1][t];
-      float all = mine + __shfl_xor_sync(FULL, theirs, 1);
-      all += __shfl_xor_sync(FULL, all, 2);
-      if (pair == x >> 1) sums[t][0] = all;
-      if (pair == (x >> 1) + 2) sums[t][1] = all;
-      if constexpr (SAFE) {
-        float top = x & 1 ? peak[1][t] : peak[0][t];
-        if (pair == x >> 1) peaks[t][0] = top;
-        if (pair == (x >> 1) + 2) peaks[t][1] = top;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float a = halve(sum[0][t][h], sum[1][t][h], g & 1, 4), b = halve(sum[2][t][h], sum[3][t][h], g & 1, 4);
+        const float both = halve(a, b, g & 2, 8);
+        if (half == 0) sums[t][h][0] = both; else sums[t][h][1] = both;
+        if constexpr (SAFE) {
+          const float low = g & 1 ? peak[1][t][h] : peak[0][t][h], high = g & 1 ? peak[3][t][h] : peak[2][t][h];
+          if (g >> 2 == half) peaks[t][h] = g & 2 ? high : low;
+        } else {
+          peaks[t][h] = 0.f;
+        }
       }
     }
   }
-  // q . mu of all eight pages; the operand's column 2 n is page n, 2 n + 1 page n + 4, so that a lane gets x and x + 4.
-  int centre[TILES][4];
+  int high[TILES][4], low[TILES][4];
 #pragma unroll
-  for (int t = 0; t < TILES; t++) centre[t][0] = centre[t][1] = centre[t][2] = centre[t][3] = 0;
-  const u8* mean = group + ((g >> 1) + 4 * (g & 1)) * RECORD_BYTES + CENTROID + x * (HEAD_DIM / 4);
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) high[t][i] = low[t][i] = 0;
+  }
+  const u8* mean = group + g * PAGE_BYTES + CENTROID + x * (HEAD_DIM / 4);
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
-    uint2 eight = *(const uint2*)(mean + 8 * chunk);
-    u32 even = __byte_perm(eight.x, eight.y, 0x6420), odd = __byte_perm(eight.x, eight.y, 0x7531);
-#pragma unroll
-    for (int t = 0; t < TILES; t++) mma_bytes_signed(centre[t], q.part[t][chunk], even, odd);
-  }
-  bool good = true;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 header = *(const u32*)(group + (x + 4 * i) * RECORD_BYTES);  // exponent and centroid scale
-    const float unit = power_of_two((int)(header & 0xffffu) - 32768) * high_half(header);
+    const uint2 eight = *(const uint2*)(mean + 8 * chunk);
+    const u32 pages[4] = {__byte_perm(eight.x, eight.y, 0x6420), 0, __byte_perm(eight.x, eight.y, 0x7531), 0};
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      float value = (float)(centre[t][i] * 256 + centre[t][2 + i]) * (unit * q.unit[t]) + (peaks[t][i] + log2_fast(sums[t][i]));
-      if (value == value) value = fminf(fmaxf(value, -1.4e38f), 1.4e38f);  // finite keys and queries: no infinity
-      mass[t][i] = (header & 0xffffu) == 0 ? INF : value;                    // no summary: to be read exactly
-      good = good && sums[t][i] > 1e-30f && sums[t][i] < 1e30f;
+      mma_bytes_signed(high[t], pages, q.part[t][chunk][0], q.part[t][chunk][2]);
+      mma_bytes_signed(low[t], pages, q.part[t][chunk][1], q.part[t][chunk][3]);
+    }
+  }
+  const u32 header = *(const u32*)(group + g * PAGE_BYTES);  // exponent and centroid scale
+  const float unit = power_of_two((int)(header & 0xffffu) - 32768) * high_half(header);
+  bool good = true;
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float sum = halve(sums[t][h][0], sums[t][h][1], g & 4, 16);
+      float value = (float)(high[t][h] * 256 + low[t][h]) * (unit * q.units[t][h]) + (peaks[t][h] + log2_fast(sum));
+      if constexpr (SAFE) value = fminf(fmaxf(value, -1.4e38f), 1.4e38f);  // finite keys and queries: no infinity
+      mass[t][h] = (header & 0xffffu) == 0 ? INF : value;                    // no summary: to be read exactly
+      good = good && sum > 1e-30f && sum < 1e30f && fabsf(value) < 1e30f;
     }
   }
   return good;
 }
 
+struct Mass {
+  float of[TILES][2];
+};
+
+// The same with the maxima subtracted, which hardly any group needs: out of line, with a query of its own, so that it
+// takes no registers from the usual way.
+static __device__ __noinline__ Mass score_group_again(const Params& p, int row, int head, const u8* group) {
+  Query q;
+  load_query(q, p, row, head);
+  Mass mass;
+  score_group<true>(mass.of, q, group);
+  return mass;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
-  __shared__ __align__(8) u64 barriers[WARPS][STAGES];
+  __shared__ __align__(8) u64 barriers[SUBS][STAGES];
+  __shared__ u32 done[SUBS][STAGES];
   const int warp = threadIdx.x >> 5, lane = lane_id();
-  const int head = blockIdx.y * HEADS_A_BLOCK + warp % HEADS_A_BLOCK, sub = warp / HEADS_A_BLOCK;
-  u8* ring = shared + warp * (STAGES * STAGE_BYTES);
-  u32 barrier[STAGES];
-#pragma unroll
-  for (int s = 0; s < STAGES; s++) {
-    barrier[s] = shared_address(&barriers[warp][s]);
-    if (lane == 0) barrier_init(barrier[s], 1);
-  }
+  const int in_block = warp % HEADS_A_BLOCK, sub = warp / HEADS_A_BLOCK, head = blockIdx.y * HEADS_A_BLOCK + in_block;
+  u8* ring = shared + sub * (STAGES * STAGE_BYTES);
+  const u32 barrier = shared_address(&barriers[sub][0]);  // of stage s: 8 s bytes on
+  if (in_block == 0 && lane < STAGES) barrier_init(barrier + 8 * lane, 1), done[sub][lane] = 0;
   barrier_fence();
-  __syncwarp();
+  __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int total = p.start[p.rows];
-  if (total == 0 || head >= KV_HEADS) return;
+  if (total == 0) return;
   const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
   if ((int)blockIdx.x >= parts) return;
   const int low = part_begin(total, blockIdx.x, parts), high = part_begin(total, blockIdx.x + 1, parts);
@@ -288,21 +320,32 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   ahead.enter(p, low, high, sub);
   ahead.settle(p, low, high, sub, limit);
   int block = block_of(p, ahead, limit);
-  auto issue = [&](int stage) {  // copies the group that `ahead` is at, and moves it on
+  auto refill = [&](int stage, bool mine) {  // copies the group that `ahead` is at, if that is for this warp to do; moves on
     if (ahead.row >= limit) return;
-    int pages = ahead.end - ahead.page < GROUP_PAGES ? ahead.end - ahead.page : GROUP_PAGES;
-    if (lane == 0) barrier_expect(barrier[stage], pages * RECORD_BYTES);
-    __syncwarp();
-    if (lane < pages) {
-      int slot = (ahead.page + lane) % PAGES_A_BLOCK;
-      const u8* from = p.records + block * p.block_bytes + (i64)(slot * KV_HEADS + head) * RECORD_BYTES;
-      copy_bulk(shared_address(ring + stage * STAGE_BYTES + lane * RECORD_BYTES), from, RECORD_BYTES, barrier[stage]);
+    if (mine) {
+      const int pages = ahead.end - ahead.page < GROUP_PAGES ? ahead.end - ahead.page : GROUP_PAGES;
+      if (lane == 0) barrier_expect(barrier + 8 * stage, pages * PAGE_BYTES);
+      __syncwarp();
+      if (lane < pages) {
+        const int slot = (ahead.page + lane) % PAGES_A_BLOCK;
+        const i64 first_head = slot * KV_HEADS + blockIdx.y * HEADS_A_BLOCK;
+        const u8* from = p.records + block * p.block_bytes + first_head * RECORD_BYTES;
+        copy_bulk(shared_address(ring + stage * STAGE_BYTES + lane * PAGE_BYTES), from, PAGE_BYTES, barrier + 8 * stage);
+      }
     }
     ahead.page += GROUP_PAGES * SUBS;
     ahead.settle(p, low, high, sub, limit);
     block = block_of(p, ahead, limit);  // one group early: the next copy need not wait for it
   };
-  for (int s = 0; s < STAGES; s++) issue(s);
+  auto is_last = [&](int stage) {  // of the warps that read this stage
+    u32 before = 0;
+    if (lane == 0) {
+      asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
+                   : "=r"(before) : "r"(shared_address(&done[sub][stage])), "r"(HEADS_A_BLOCK - 1) : "memory");
+    }
+    return __shfl_sync(FULL, before, 0) == HEADS_A_BLOCK - 1;
+  };
+  for (int s = 0; s < STAGES; s++) refill(s, in_block == 0);
 
   Query q;
   int stage = 0;
@@ -310,47 +353,55 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   Walk now{first_row, 0, 0};
   for (; now.row < limit; now.row++) {
     now.enter(p, low, high, sub);
-    float peak[TILES], sum[TILES];
-    for (int t = 0; t < TILES; t++) peak[t] = -INF, sum[t] = 0.f;
+    float peak[TILES][2], sum[TILES][2];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) peak[t][0] = peak[t][1] = -INF, sum[t][0] = sum[t][1] = 0.f;
     if (now.page < now.end) load_query(q, p, now.row, head);
     float* out = p.log_mass + ((i64)head * p.capacity + p.start[now.row]) * GROUP;
     for (; now.page < now.end; now.page += GROUP_PAGES * SUBS) {
-      barrier_wait(barrier[stage], parity);
-      const u8* group = ring + stage * STAGE_BYTES;
+      barrier_wait(barrier + 8 * stage, parity);
+      const u8* group = ring + stage * STAGE_BYTES + in_block * RECORD_BYTES;
       float mass[TILES][2];
       bool good = score_group<false>(mass, q, group);
-      const int page = now.page + (lane & 3);
-      good = good || page >= now.end;
-      if (!__all_sync(FULL, good)) score_group<true>(mass, q, group);
+      const int g = lane >> 2, x = lane & 3;
+      const bool real = now.page + g < now.end;
+      if (!__all_sync(FULL, good || !real)) {
+        const Mass again = score_group_again(p, now.row, head, group);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) mass[t][0] = again.of[t][0], mass[t][1] = again.of[t][1];
+      }
       __syncwarp();
-      issue(stage);
+      refill(stage, is_last(stage));
       if (++stage == STAGES) stage = 0, parity ^= 1;
+      if (!real) continue;
+      float* to = out + (i64)(now.page + g) * GROUP + 2 * x;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const int query_head = t * 8 + (lane >> 2);
-        if (query_head < GROUP) {
+        if constexpr (GROUP % 2 == 0) {
+          if (8 * t + 2 * x < GROUP) *(float2*)(to + 8 * t) = make_float2(mass[t][0] * LN2, mass[t][1] * LN2);
+        }
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            if (page + 4 * i < now.end) {
-              out[(i64)(page + 4 * i) * GROUP + query_head] = mass[t][i] * LN2;
-              if (mass[t][i] < INF) {  // neither NaN nor a page to be read exactly
-                float top = fmaxf(peak[t], mass[t][i]);
-                sum[t] = sum[t] * exp2_fast(peak[t] - top) + exp2_fast(mass[t][i] - top);
-                peak[t] = top;
-              }
-            }
+        for (int h = 0; h < 2; h++) {
+          if (GROUP % 2 && 8 * t + 2 * x + h < GROUP) to[8 * t + h] = mass[t][h] * LN2;
+          if (mass[t][h] < INF) {  // not a page to be read exactly
+            const float top = fmaxf(peak[t][h], mass[t][h]);
+            sum[t][h] = sum[t][h] * exp2_fast(peak[t][h] - top) + exp2_fast(mass[t][h] - top);
+            peak[t][h] = top;
           }
         }
       }
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      const int query_head = t * 8 + (lane >> 2);
-      float top = quad_max(peak[t]);
-      float all = quad_sum(peak[t] > -INF ? sum[t] * exp2_fast(peak[t] - top) : 0.f);
-      if ((lane & 3) == 0 && query_head < GROUP) {
-        i64 slot = (i64)(blockIdx.x + now.row) * SUBS + sub;
-        p.partial[(i64)(head * GROUP + query_head) * p.slots + slot] = make_float2(top, all);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int query_head = 8 * t + 2 * (lane & 3) + h;
+        const float top = max_over_tokens(peak[t][h]);
+        const float all = sum_over_tokens(peak[t][h] > -INF ? sum[t][h] * exp2_fast(peak[t][h] - top) : 0.f);
+        if (lane < 4 && query_head < GROUP) {
+          i64 slot = (i64)(blockIdx.x + now.row) * SUBS + sub;
+          p.partial[(i64)(head * GROUP + query_head) * p.slots + slot] = make_float2(top, all);
+        }
       }
     }
   }
