@@ -1,5 +1,6 @@
 # make demo    from nothing: environment, model, answers and a picture
 # make test    every test that needs no GPU
+# make test-gpu  the kernels on a GPU, with the python3 that has PyTorch for CUDA (GPU_PYTHON=... for another)
 # make lint    style, types and the rules of who may import whom
 
 SHELL := /bin/bash
@@ -8,13 +9,17 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test test-gpu lint
 
 demo: .venv/.done
 	$(BIN)/python -m pagelocks.demo
 
 test: .venv/.done
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+GPU_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu
 
 lint: .venv/.done
 	$(BIN)/ruff check .

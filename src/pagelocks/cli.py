@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__, models
+from .bench.cli import NoGPU, add_bench
 from .console import milliseconds, percent, reporter
 from .generate import Comparison, EngineFailure, Generation, compare, generate
 
@@ -89,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     fetching.set_defaults(run=run_fetch, prog="pagelocks models fetch")
     for sub in (listing, fetching):
         sub.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_bench(commands, **shape)
     return top
 
 
@@ -97,7 +99,7 @@ def _add_locks(to: argparse.ArgumentParser) -> None:
     for flag, text in (
         ("--budget", "tokens that a step attends per KV head, a multiple of 16 (2048)"),
         ("--rank", "columns of a page's summary (8)"),
-        ("--dense-below", "requests of at most so many tokens attend everything (0)"),
+        ("--dense-below", "requests of at most so many tokens attend everything (0; on a GPU 32768)"),
         ("--sink-pages", "first pages, always attended (1)"),
         ("--recent-pages", "last pages, always attended (1)"),
     ):
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "\nRun it again with --verbose for vLLM's log." if error.log and not getattr(args, "verbose", True) else ""
         )
         return _complain(args, f"the engine failed: {error}{hint}", 1)
-    except (Failure, models.ModelError, OSError) as error:
+    except (Failure, NoGPU, models.ModelError, OSError) as error:
         return _complain(args, str(error), 1)
     except ValueError as error:
         return _complain(args, str(error), 2)

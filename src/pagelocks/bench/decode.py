@@ -83,8 +83,8 @@ class Case:
         batch, at, below = text.partition("@")
         contexts: list[int] = []
         for part in batch.split("+"):
-            count, _, context = part.rpartition("x")
-            numbers = [context, count or "1", below if at else "0"]
+            count, times, context = part.rpartition("x")
+            numbers = [context, count if times else "1", below if at else "0"]
             if not all(number.isdigit() for number in numbers) or int(context) < 32:
                 raise ValueError(
                     f"case={text!r} is not allowed: a context of 32 tokens or more, COUNTxCONTEXT, or several joined "

@@ -167,11 +167,14 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
 def flash_attention(layers: Layers) -> Callable[[int], None] | None:
     """vLLM's FlashAttention 3 on the same caches, called as vLLM calls it in CUDA graphs; None without vLLM."""
     try:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_scheduler_metadata
+        from vllm.v1.attention.backends import fa_utils
     except ImportError:
         return None
+    if not fa_utils.is_flash_attn_varlen_func_available():
+        return None
+    flash: Any = fa_utils
     shape, rows = layers.shape, layers.decode_rows
-    metadata = get_scheduler_metadata(
+    metadata = flash.get_scheduler_metadata(
         batch_size=layers.rows,
         max_seqlen_q=1,
         max_seqlen_k=layers.context,
@@ -189,7 +192,7 @@ def flash_attention(layers: Layers) -> Callable[[int], None] | None:
 
     def run(layer: int) -> None:
         keys, values = layers.keys_and_values(layer)
-        flash_attn_varlen_func(
+        flash.flash_attn_varlen_func(
             q=layers.query,
             k=keys,
             v=values,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import LocksConfig, reject
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16
 """Tokens in a page under vLLM, whatever its block size."""
+
+
+GPU_DENSE_BELOW = 32768
+"""`dense_below` on a GPU, where none is given: on an H200 one sequence of GLM-4-9B's shape takes as long with LOCKS as
+without at this length, and longer below it (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,11 @@ def given_options(vllm_config: VllmConfig) -> Any:
 
 
 def options_of(vllm_config: VllmConfig) -> Options:
-    """The options of an engine that asked for LOCKS; the defaults if it gave none."""
+    """The options of an engine that asked for LOCKS; the defaults of its device for what it did not give."""
+    from vllm.platforms import current_platform
+
     given = given_options(vllm_config)
-    return Options() if given is None else Options.parse(given)
+    options = Options() if given is None else Options.parse(given)
+    if current_platform.is_cuda() and "dense_below" not in (given or {}):
+        options = replace(options, config=replace(options.config, dense_below=GPU_DENSE_BELOW))
+    return options

@@ -1,0 +1,149 @@
+"""`pagelocks bench`: its arguments, its tables, its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import LocksConfig
+from .decode import SHAPES, Case, Plan, joined, run_in_child, write_model
+from .picture import draw_decode
+
+KERNEL_CONTEXTS = (1024, 16384, 32768, 131072, 262144, 524288, 1000000)
+DECODE_CASES = ("1024", "4096", "16384", "32768", "131072", "262144", "524288", "1000000")
+
+
+class NoGPU(RuntimeError):
+    """There is nothing to measure on."""
+
+
+def add_bench(commands: Any, **shape: Any) -> None:
+    """Add `bench` to the command line."""
+    bench = commands.add_parser("bench", help="time the GPU kernels, or decoding beside dense attention", **shape)
+    actions = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    kernels = actions.add_parser(
+        "kernels",
+        help="each kernel alone",
+        description="Time each kernel, and FlashAttention 3 if vLLM is here, over buffers of a gigabyte or more.",
+        **shape,
+    )
+    kernels.add_argument(
+        "--context", type=int, action="append", metavar="N", help="tokens of each row; may be repeated"
+    )
+    kernels.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a step (1)")
+    kernels.set_defaults(run=run_kernels, prog="pagelocks bench kernels")
+    decode = actions.add_parser(
+        "decode",
+        help="time per output token in vLLM, LOCKS beside dense",
+        description="Start vLLM with dense attention, then with LOCKS, on dummy weights and a cache that is filled.",
+        **shape,
+    )
+    decode.add_argument(
+        "--case",
+        action="append",
+        metavar="C",
+        help='"131072", a batch "24x32768", a mix "1024+131072"; "@N" after it sets dense_below; may be repeated',
+    )
+    decode.add_argument(
+        "--prefill", type=int, action="append", metavar="N", help="contexts whose time to first token to take"
+    )
+    decode.add_argument("--repeats", type=int, default=5, metavar="N", help="decodes of each case (5)")
+    decode.add_argument("--steps", type=int, default=64, metavar="N", help="tokens of each decode (64)")
+    decode.add_argument("--utilization", type=float, default=0.95, metavar="F", help="of the card's memory (0.95)")
+    decode.add_argument("--picture", metavar="FILE", help="write a PNG: time a token against context")
+    decode.set_defaults(run=run_decode, prog="pagelocks bench decode")
+    for command in (kernels, decode):
+        command.add_argument("--shape", choices=sorted(SHAPES), default="glm-4-9b-1m", help="a known model's shape")
+        command.add_argument("--budget", type=int, default=2048, metavar="N", help="tokens a step attends (2048)")
+        command.add_argument("--output", metavar="FILE", help="write the results as JSON")
+        command.add_argument("--json", action="store_true", help="print the results as one JSON object")
+
+
+def run_kernels(args: argparse.Namespace) -> Any:
+    """Time the kernels and print a table."""
+    config = LocksConfig(budget=args.budget)
+    _need_gpu(args.prog)
+    from .kernels import preset_shape, read_bandwidth, time_kernels
+
+    read = read_bandwidth()
+    table = Table("kernel", "context", "rows", "us", "GB/s", "of read", box=None, header_style="bold")
+    found = []
+    for context in args.context or KERNEL_CONTEXTS:
+        for timing in time_kernels(preset_shape(args.shape, config), args.shape, context, args.rows, read):
+            found.append({**timing.as_dict(), **about()})
+            share = f"{timing.gbps / read:.0%}" if timing.bytes else ""
+            numbers = f"{timing.context:,}", str(timing.rows), f"{timing.us:.2f}", f"{timing.gbps:,.0f}"
+            table.add_row(timing.kernel, *numbers, share)
+    return _finish(args, table, found, f"this card reads at {read:,.0f} GB/s")
+
+
+def run_decode(args: argparse.Namespace) -> Any:
+    """Time decoding and print a table."""
+    cases = tuple(Case.parse(text) for text in args.case or DECODE_CASES)
+    LocksConfig(budget=args.budget)
+    _need_gpu(args.prog)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), args.shape)
+        common: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats, "utilization": args.utilization}
+        prefills = tuple(args.prefill or ())
+        dense = run_in_child(Plan(model, cases, prefills, **common))
+        locks = run_in_child(Plan(model, cases, prefills, **common, locks={"budget": args.budget, "dense_below": 0}))
+    facts = {"shape": args.shape, "budget": args.budget, "steps": args.steps, "repeats": args.repeats, **about()}
+    found = joined(dense, locks, facts)
+    table = Table("case", "dense_below", "dense ms", "LOCKS ms", "dense / LOCKS", box=None, header_style="bold")
+    for line in found:
+        times = f"{line['dense_ms']:.3f}", f"{line['locks_ms']:.3f}", f"{line['speedup']:.3f}"
+        table.add_row(line["case"], str(line["dense_below"]), *times)
+    errors = [
+        f"{side}: {line['error']}"
+        for side, ran in (("dense", dense), ("LOCKS", locks))
+        for line in ran
+        if "error" in line
+    ]
+    if args.picture and found:
+        draw_decode(found, Path(args.picture))
+    result = _finish(args, table, found, "; ".join(errors) or "medians")
+    if errors:
+        raise RuntimeError("; ".join(errors) + ". What was measured before is above.")
+    return result
+
+
+def about() -> dict[str, Any]:
+    """Card, versions, commit and date, for every result."""
+    import torch
+
+    versions = {"torch": str(torch.__version__)}
+    for name in ("pagelocks", "vllm"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    date = datetime.now(UTC).date().isoformat()
+    return {"card": torch.cuda.get_device_name(), "versions": versions, "commit": commit or None, "date": date}
+
+
+def _need_gpu(command: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NoGPU(f"{command} needs a GPU of compute capability 9.0 and PyTorch for CUDA. Run it on such a machine.")
+
+
+def _finish(args: argparse.Namespace, table: Table, found: list[dict[str, Any]], note: str) -> Any:
+    if args.output:
+        Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
+    if not args.json:
+        Console().print(table)
+        Console().print(note)
+    return {"results": found}

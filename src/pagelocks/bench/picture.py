@@ -1,0 +1,42 @@
+"""A picture of decode timings: milliseconds a token against context, both sides and the floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw_decode(results: list[dict[str, Any]], path: Path) -> None:
+    """Write a PNG of the single-sequence cases without `dense_below`.
+
+    The floor is a straight line through dense's first and last times at no context, plus the records at dense's own
+    rate: what LOCKS would take if selecting and attending the chosen pages cost nothing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = sorted((r for r in results if r["batch"] == 1 and not r["dense_below"]), key=lambda r: r["context"])
+    contexts = [r["context"] for r in lines]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    axes.plot(contexts, [r["dense_ms"] for r in lines], "o-", color="tab:gray", label="dense (FlashAttention 3)")
+    axes.plot(
+        contexts, [r["locks_ms"] for r in lines], "o-", color="tab:blue", label=f"LOCKS, {lines[0]['budget']} tokens"
+    )
+    if len(lines) > 1:
+        first, last = lines[0], lines[-1]
+        slope = (last["dense_ms"] - first["dense_ms"]) / (last["context"] - first["context"])
+        base = first["dense_ms"] - slope * first["context"]
+        floor = [base + slope * context * 832 / 8192 for context in contexts]
+        axes.plot(contexts, floor, "--", color="tab:green", label="floor: weights and records at dense's rate")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{c // 1024}K" if c < 1_000_000 else "1M" for c in contexts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in context")
+    axes.set_ylabel("ms per output token")
+    axes.set_title(f"{lines[0]['shape']}, batch 1, {lines[0]['card']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,120 @@
+"""The kernels without a GPU: that they compile for the card they are for, and that Python's idea of their parameters is
+C++'s.  What they compute is `make test-gpu`'s business."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pagelocks import LocksConfig
+from pagelocks.kernels import KernelShape, attend, build, compiler, plan, score, select
+
+SHAPES = [
+    KernelShape(128, 4, 8, 16, torch.bfloat16, LocksConfig()),
+    KernelShape(64, 3, 3, 48, torch.float16, LocksConfig(rank=5)),
+    KernelShape(256, 1, 20, 16, torch.bfloat16, LocksConfig(rank=7)),
+    KernelShape(32, 2, 2, 16, torch.bfloat16, LocksConfig(rank=4)),
+]
+MAX_SHARED = 232_448
+"""Bytes that a block may have on sm_90; what is static in the kernels counts as well, hence some slack below."""
+
+
+class Recorded:
+    """Stands in for `Kernel`: notes what would be compiled."""
+
+    made: list[tuple[str, str, dict[str, int], str, int, int]]
+
+    def __init__(self, *args: Any) -> None:
+        name, function, defines, parameters, threads, shared, *_ = (*args, 0)
+        type(self).made.append((name, function, defines, parameters, threads, shared))
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s.head_dim}-{s.kv_heads}-{s.group}")
+def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """What the wrappers of one shape compile, and how they launch it, without a device."""
+    shape = request.param
+    Recorded.made = []
+    device = torch.device("cpu")
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    modules = [patch.object(module, "Kernel", Recorded) for module in (plan, build, score, select, attend)]
+    card = patch.object(torch.cuda, "get_device_properties", lambda device: properties)
+    for each in (*modules, card):
+        each.start()
+    try:
+        plan.Plan(shape, 4, 64, 100, device)
+        build.Build(shape, device)
+        scored = score.Score(shape, 4, 100, device)
+        chosen = select.Select(shape, scored, 4, False, device)
+        chosen.warm_up(1)
+        attend.Attend(shape, 4, device)
+        yield Recorded.made
+    finally:
+        for each in (*modules, card):
+            each.stop()
+
+
+def test_they_compile_with_parameters_of_the_size_that_python_packs(kernels: list[Any]) -> None:
+    import struct
+
+    assert {name for name, *_ in kernels} == {"plan", "build", "score", "select", "attend"}
+    for name, function, defines, parameters, threads, shared in kernels:
+        size = struct.calcsize(f"@{parameters}")
+        size = -(-size // 8) * 8  # C pads a struct with pointers to eight bytes, struct does not
+        check = f'\nstatic_assert(sizeof(Params) == {size}, "Python packs {size} bytes");\n'
+        with patch.object(compiler, "source_of", lambda n, d, check=check, real=compiler.source_of: real(n, d) + check):
+            compiler._compile.cache_clear()
+            code = compiler.compile_kernel(name, defines)
+        compiler._compile.cache_clear()
+        assert code[:4] == b"\x7fELF" and function.encode() in code, name
+        assert threads % 32 == 0 and threads <= 1024 and shared <= MAX_SHARED, name
+
+
+def test_parameters_are_in_the_order_of_the_struct(kernels: list[Any]) -> None:
+    """Field by field: pointers as P, 64-bit numbers as q, 32-bit ones as i, floats as f."""
+    kinds = {"i64": "q", "int": "i", "float": "f"}
+    for name, _, defines, parameters, *_ in kernels:
+        struct_text = re.search(r"struct Params \{(.*?)\n\};", compiler.source_of(name, defines), re.S)
+        assert struct_text
+        found = ""
+        for line in struct_text[1].splitlines():
+            for declaration in re.sub(r"//.*", "", line).split(";"):
+                words = declaration.strip()
+                if words:
+                    count = words.count(",") + 1
+                    found += "P" * count if "*" in words else kinds[words.split()[0]] * count
+        assert found == parameters, name
+
+
+def test_a_kernel_that_does_not_compile_says_so() -> None:
+    with pytest.raises(compiler.CudaError, match=r"(?s)score\.cu does not compile for sm_90a.*HEAD_DIM"):
+        compiler.compile_kernel("score", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 96}, r"head_dim=96 is not allowed: the GPU kernels take 32, 64, 128, 256"),
+        ({"dtype": torch.float32}, r"dtype=torch\.float32 is not allowed"),
+        ({"block_size": 24}, r"block_size=24 is not allowed: a multiple of 16"),
+        ({"kv_heads": 0}, r"heads=\(0, 8\) is not allowed"),
+        ({"config": LocksConfig(rank=9)}, r"rank=9 is not allowed: the GPU kernels take ranks up to 8"),
+        ({"config": LocksConfig(basis_bits=8)}, r"basis_bits.*\(8, 8\) is not allowed: the GPU kernels take \(4, 8\)"),
+        ({"config": LocksConfig(page_size=32)}, r"page_size=32 is not allowed"),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_take(changes: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"head_dim": 128, "kv_heads": 4, "group": 8, "block_size": 16, "dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=message):
+        KernelShape(**{**usual, "config": LocksConfig(), **changes})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ring_of_score_fits(shape: KernelShape) -> None:
+    heads, warps, stages = score.warps_of(shape)
+    assert shape.kv_heads % heads == 0 and warps % heads == 0 and stages >= 2
+    assert warps * stages * score.GROUP_PAGES * shape.layout.record_bytes + 4096 <= MAX_SHARED
