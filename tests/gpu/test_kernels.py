@@ -405,6 +405,87 @@ def test_a_million_tokens() -> None:
     check_output(case, pipeline, output)
 
 
+def long_rows(lengths: list[int], blocks: int, seed: int) -> Case:
+    """Rows of many pages in a cache of `blocks` blocks, the last ones in use; records by the production kernel."""
+    shape = shape_of(SHAPES[0], budget=2048)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    needed = [-(-length // 16) for length in lengths]
+    order = (blocks - 1 - torch.randperm(sum(needed), generator=generator, device=DEVICE)).to(torch.int32)
+    table = torch.zeros(len(lengths), max(needed) + 7, dtype=torch.int32, device=DEVICE)
+    first = 0
+    for row, count in enumerate(needed):
+        table[row, :count] = order[first : first + count]
+        first += count
+    cache = torch.empty(blocks, 16, 4, 256, dtype=BF16, device=DEVICE)
+    for start in range(0, blocks, 4096):
+        count = min(4096, blocks - start)
+        keys = real_keys(count * 4, 128, generator).view(count, 4, 16, 128).transpose(1, 2)
+        cache[start : start + count] = torch.cat([keys, torch.randn_like(keys)], -1).to(BF16)
+    records = torch.zeros(blocks, 1, 4, 832, dtype=torch.uint8, device=DEVICE)
+    query = torch.randn(len(lengths), 32, 128, generator=generator, device=DEVICE).to(BF16)
+    case = Case(shape, lengths, *cache.split(128, -1), records, query, table, 128**-0.5)
+    whole = rows_of(lengths, lengths, table)
+    pipeline = pipeline_of(shape, lengths)
+    pipeline.plan(stream(), whole)
+    pipeline.build(stream(), whole, case.caches)
+    return case
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("lengths", "blocks"),
+    [([40_000, 33_001], 6000), ([50_000, 32_769, 70_001, 34_000], 14_000), ([262_145] * 4, 66_000)],
+    ids=["2 rows", "4 rows", "4 x 262145, block ids above 65,536"],
+)
+def test_several_long_rows(lengths: list[int], blocks: int, in_graph: bool) -> None:
+    """More pages a row than one block of `select` takes alone, in several rows: clusters, and parts that cross rows."""
+    case = long_rows(lengths, blocks, len(lengths))
+    pipeline, rows = planned(case), case.rows
+    output = torch.full_like(case.query, torch.nan)
+
+    def step() -> None:
+        arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
+        pipeline.decode(stream(), rows, *arguments)
+
+    if in_graph:
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                step()
+        for added in range(4):
+            rows.lengths.copy_(torch.tensor([n - added for n in lengths], dtype=torch.int32))
+            case.lengths[:] = rows.lengths.tolist()
+            pipeline.plan(stream(), rows)
+            output.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+    else:
+        step()
+    check_scores(case, pipeline, 3e-2)
+    check_selection(case, pipeline, exact=False)
+    check_output(case, pipeline, output)
+
+
+def test_extreme_logits_in_a_graph() -> None:
+    """The second way through score, which hardly any group takes, inside a graph."""
+    case = make_case(shape_of(SHAPES[0]), [4000, 300], 5, size=60.0)
+    pipeline, rows = planned(case), case.rows
+    output = torch.full_like(case.query, torch.nan)
+    arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
+    pipeline.decode(stream(), rows, *arguments)
+    eager = output.clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pipeline.decode(stream(), rows, *arguments)
+    output.fill_(torch.nan)
+    graph.replay()
+    assert output.view(torch.int16).equal(eager.view(torch.int16))
+    check_output(case, pipeline, output)
+
+
 def test_graph_replay_equals_eager() -> None:
     """Captured at one batch and replayed with other lengths: the same bits as launched one by one."""
     shape = shape_of(SHAPES[0])

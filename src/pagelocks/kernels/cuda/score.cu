@@ -73,13 +73,14 @@ struct Query {
   float units[TILES][2];       // of heads 2 x and 2 x + 1
 };
 
-DEVICE void load_query(Query& q, const Params& p, int row, int head) {
+// `queries` are the KV head's own, GROUP of them.
+DEVICE void load_query(Query& q, const u16* queries, float scale) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
     int query_head = t * 8 + g;
     bool real = query_head < GROUP;
-    const u16* from = p.query + row * p.query_stride + (head * GROUP + (real ? query_head : 0)) * HEAD_DIM + x * (HEAD_DIM / 4);
+    const u16* from = queries + (real ? query_head : 0) * HEAD_DIM + x * (HEAD_DIM / 4);
     u32 raw[HEAD_DIM / 8];
     float largest = 0.f;
 #pragma unroll
@@ -124,7 +125,7 @@ DEVICE void load_query(Query& q, const Params& p, int row, int head) {
     low_sum += __shfl_xor_sync(FULL, low_sum, 2);
     q.bias[t][0] = q.bias[t][1] = -8 * high_sum;
     q.bias[t][2] = q.bias[t][3] = -8 * low_sum;
-    q.unit[t] = p.scale * LOG2E / inverse;
+    q.unit[t] = scale * LOG2E / inverse;
     q.units[t][0] = __shfl_sync(FULL, q.unit[t], 8 * x);
     q.units[t][1] = __shfl_sync(FULL, q.unit[t], 8 * x + 4);
   }
@@ -288,9 +289,9 @@ struct Mass {
 
 // The same with the maxima subtracted, which hardly any group needs: out of line, with a query of its own, so that it
 // takes no registers from the usual way.
-static __device__ __noinline__ Mass score_group_again(const Params& p, int row, int head, const u8* group) {
+static __device__ __noinline__ Mass score_group_again(const u16* queries, float scale, const u8* group) {
   Query q;
-  load_query(q, p, row, head);
+  load_query(q, queries, scale);
   Mass mass;
   score_group<true>(mass.of, q, group);
   return mass;
@@ -356,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
     float peak[TILES][2], sum[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) peak[t][0] = peak[t][1] = -INF, sum[t][0] = sum[t][1] = 0.f;
-    if (now.page < now.end) load_query(q, p, now.row, head);
+    const u16* queries = p.query + now.row * p.query_stride + head * (GROUP * HEAD_DIM);
+    if (now.page < now.end) load_query(q, queries, p.scale);
     float* out = p.log_mass + ((i64)head * p.capacity + p.start[now.row]) * GROUP;
     for (; now.page < now.end; now.page += GROUP_PAGES * SUBS) {
       barrier_wait(barrier + 8 * stage, parity);
@@ -366,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
       const int g = lane >> 2, x = lane & 3;
       const bool real = now.page + g < now.end;
       if (!__all_sync(FULL, good || !real)) {
-        const Mass again = score_group_again(p, now.row, head, group);
+        const Mass again = score_group_again(queries, p.scale, group);
 #pragma unroll
         for (int t = 0; t < TILES; t++) mass[t][0] = again.of[t][0], mass[t][1] = again.of[t][1];
       }
