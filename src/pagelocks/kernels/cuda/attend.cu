@@ -319,7 +319,6 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 raw[];
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const int total = p.attend_start[p.rows] * ITEMS;
   const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;

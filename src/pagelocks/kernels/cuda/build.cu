@@ -296,7 +296,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) build_pages(const __gri
   extern __shared__ __align__(16) u8 raw[];
   const int warp = threadIdx.x >> 5, lane = lane_id();
   Page* pages = (Page*)raw + 2 * warp;
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const int count = *p.count;
   const i64 total = (i64)count * KV_HEADS * p.layers;

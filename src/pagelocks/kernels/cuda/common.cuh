@@ -17,6 +17,7 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr int PAGE = 16;
 
 // ---- programmatic dependent launch: a kernel may start before the one ahead of it ends, and must then wait -------
+// Only kernels that are followed by one of ours let it start early: how others wait is not ours to know.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
