@@ -45,6 +45,16 @@ def test_sides_are_joined_by_case() -> None:
     assert found[0]["dense_ttft_s"] == 0.5 and found[0]["locks_ttft_s"] is None and found[0]["shape"] == "s"
 
 
+def test_the_picture_is_of_single_sequences(tmp_path: Path) -> None:
+    from pagelocks.bench.picture import draw_decode
+
+    lines = json.loads((RESULTS / "decode-h200.json").read_text())
+    draw_decode(lines, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw_decode([{**lines[0], "batch": 4}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
 def test_committed_results_have_what_a_reader_needs() -> None:
     decode = json.loads((RESULTS / "decode-h200.json").read_text())
     fields = "shape context batch dense_ms locks_ms dense_ttft_s locks_ttft_s budget dense_below versions commit card"
@@ -60,8 +70,23 @@ def test_without_a_gpu_they_say_so(words: list[str], capsys: pytest.CaptureFixtu
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_bad_arguments_come_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "decode", "--case", "12"]) == 2
-    assert "case='12' is not allowed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decode", "--case", "12"], "case='12' is not allowed"),
+        (["decode", "--repeats", "0"], "--repeats=0 is not allowed: 1 or more"),
+        (["decode", "--utilization", "1.5"], "--utilization=1.5 is not allowed"),
+        (["decode", "--shape", "llama-3.1-8b", "--case", "200000"], "a context=200000 is not allowed: at most 130944"),
+        (["kernels", "--rows", "0"], "--rows=0 is not allowed"),
+        (["kernels", "--context", "5"], "--context=5 is not allowed: 32 or more"),
+        (["kernels", "--budget", "7"], "budget=7 is not allowed"),
+    ],
+)
+def test_bad_arguments_come_first(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_shapes_are_refused() -> None:
     with pytest.raises(SystemExit):
         main(["bench", "kernels", "--shape", "no-such"])

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__, models
-from .bench.cli import NoGPU, add_bench
+from .bench.cli import BenchFailure, add_bench
 from .console import milliseconds, percent, reporter
 from .generate import Comparison, EngineFailure, Generation, compare, generate
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "\nRun it again with --verbose for vLLM's log." if error.log and not getattr(args, "verbose", True) else ""
         )
         return _complain(args, f"the engine failed: {error}{hint}", 1)
-    except (Failure, NoGPU, models.ModelError, OSError) as error:
+    except (Failure, BenchFailure, models.ModelError, OSError) as error:
         return _complain(args, str(error), 1)
     except ValueError as error:
         return _complain(args, str(error), 2)

@@ -75,7 +75,7 @@ def test_build(numbers: tuple[Any, ...], size: float) -> None:
     reference = case.records.clone()
     case.records.fill_(0xA5)
     pipeline = pipeline_of(shape, lengths)
-    rows = rows_of(lengths, lengths, case.table, decode=0 or None)
+    rows = rows_of(lengths, lengths, case.table)
     pipeline.plan(stream(), rows)
     pipeline.build(stream(), rows, case.caches)
     for row in range(len(lengths)):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
+import os
+import platform
 import subprocess
 import tempfile
 from datetime import UTC, datetime
@@ -14,16 +18,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config import LocksConfig
-from .decode import SHAPES, Case, Plan, joined, run_in_child, write_model
+from ..config import LocksConfig, reject
+from .decode import SHAPES, Case, Measurement, joined, run_in_child, write_model
 from .picture import draw_decode
 
 KERNEL_CONTEXTS = (1024, 16384, 32768, 131072, 262144, 524288, 1000000)
 DECODE_CASES = ("1024", "4096", "16384", "32768", "131072", "262144", "524288", "1000000")
 
 
-class NoGPU(RuntimeError):
-    """There is nothing to measure on."""
+class BenchFailure(RuntimeError):
+    """There is nothing to measure on, or a side did not come to its end."""
 
 
 def add_bench(commands: Any, **shape: Any) -> None:
@@ -71,15 +75,18 @@ def add_bench(commands: Any, **shape: Any) -> None:
 def run_kernels(args: argparse.Namespace) -> Any:
     """Time the kernels and print a table."""
     config = LocksConfig(budget=args.budget)
-    _need_gpu(args.prog)
+    contexts = args.context or KERNEL_CONTEXTS
+    for name, value, least in [("--rows", args.rows, 1), *(("--context", context, 32) for context in contexts)]:
+        _at_least(name, value, least)
+    _prepare(args)
     from .kernels import preset_shape, read_bandwidth, time_kernels
 
-    read = read_bandwidth()
+    read, facts = read_bandwidth(), about()
     table = Table("kernel", "context", "rows", "us", "GB/s", "of read", box=None, header_style="bold")
     found = []
-    for context in args.context or KERNEL_CONTEXTS:
+    for context in contexts:
         for timing in time_kernels(preset_shape(args.shape, config), args.shape, context, args.rows, read):
-            found.append({**timing.as_dict(), **about()})
+            found.append({**timing.as_dict(), **facts})
             share = f"{timing.gbps / read:.0%}" if timing.bytes else ""
             numbers = f"{timing.context:,}", str(timing.rows), f"{timing.us:.2f}", f"{timing.gbps:,.0f}"
             table.add_row(timing.kernel, *numbers, share)
@@ -88,56 +95,78 @@ def run_kernels(args: argparse.Namespace) -> Any:
 
 def run_decode(args: argparse.Namespace) -> Any:
     """Time decoding and print a table."""
-    cases = tuple(Case.parse(text) for text in args.case or DECODE_CASES)
+    longest = SHAPES[args.shape]["max_position_embeddings"] - args.steps - 64
+    given = [Case.parse(text) for text in args.case or ()]
+    cases = tuple(given or (case for case in map(Case.parse, DECODE_CASES) if max(case.contexts) <= longest))
+    prefills = tuple(args.prefill or ())
     LocksConfig(budget=args.budget)
-    _need_gpu(args.prog)
+    for name, value in (("--repeats", args.repeats), ("--steps", args.steps)):
+        _at_least(name, value, 1)
+    for context in [max(case.contexts) for case in cases] + list(prefills):
+        _at_least("a context", context, 32)
+        if context > longest:
+            raise reject("a context", context, f"at most {longest} for {args.shape}", "Take another --shape.")
+    if not 0 < args.utilization < 1:
+        raise reject("--utilization", args.utilization, "between 0 and 1", "Use 0.95.")
+    _prepare(args)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), args.shape)
         common: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats, "utilization": args.utilization}
-        prefills = tuple(args.prefill or ())
-        dense = run_in_child(Plan(model, cases, prefills, **common))
-        locks = run_in_child(Plan(model, cases, prefills, **common, locks={"budget": args.budget, "dense_below": 0}))
+        dense = run_in_child(Measurement(model, cases, prefills, **common))
+        options = {"budget": args.budget, "dense_below": 0}
+        locks = run_in_child(Measurement(model, cases, prefills, **common, locks=options))
     facts = {"shape": args.shape, "budget": args.budget, "steps": args.steps, "repeats": args.repeats, **about()}
     found = joined(dense, locks, facts)
     table = Table("case", "dense_below", "dense ms", "LOCKS ms", "dense / LOCKS", box=None, header_style="bold")
     for line in found:
         times = f"{line['dense_ms']:.3f}", f"{line['locks_ms']:.3f}", f"{line['speedup']:.3f}"
         table.add_row(line["case"], str(line["dense_below"]), *times)
-    errors = [
-        f"{side}: {line['error']}"
-        for side, ran in (("dense", dense), ("LOCKS", locks))
-        for line in ran
-        if "error" in line
-    ]
-    if args.picture and found:
+    sides = (("dense", dense), ("LOCKS", locks))
+    errors = [f"{side}: {line['error']}" for side, lines in sides for line in lines if "error" in line]
+    result = _finish(args, table, found, "medians")
+    if args.picture:
         draw_decode(found, Path(args.picture))
-    result = _finish(args, table, found, "; ".join(errors) or "medians")
     if errors:
-        raise RuntimeError("; ".join(errors) + ". What was measured before is above.")
+        if args.json:
+            print(json.dumps(result))
+        raise BenchFailure("; ".join(errors) + ". What was measured before it is printed and written.")
     return result
 
 
 def about() -> dict[str, Any]:
-    """Card, versions, commit and date, for every result."""
+    """Card, versions, commit and date, for every result; the commit is None outside a checkout of this package."""
     import torch
 
-    versions = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     for name in ("pagelocks", "vllm"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    root, commit = Path(__file__).parents[3], None
+    if (root / ".git").exists() and (root / "src" / "pagelocks").is_dir():
+        with contextlib.suppress(OSError):
+            command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     date = datetime.now(UTC).date().isoformat()
-    return {"card": torch.cuda.get_device_name(), "versions": versions, "commit": commit or None, "date": date}
+    return {"card": torch.cuda.get_device_name(), "versions": versions, "commit": commit, "date": date}
 
 
-def _need_gpu(command: str) -> None:
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise reject(name, value, f"{least} or more", f"Use {least} or more.")
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Before minutes are spent: a GPU, and files that can be written."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise NoGPU(f"{command} needs a GPU of compute capability 9.0 and PyTorch for CUDA. Run it on such a machine.")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        remedy = "Run it on such a machine."
+        raise BenchFailure(f"{args.prog} needs a GPU of compute capability 9.0 and PyTorch for CUDA. {remedy}")
+    for file in (args.output, getattr(args, "picture", None)):
+        if file and not os.access(Path(file).resolve().parent, os.W_OK):
+            raise reject("the file", file, "in a folder that exists and is yours", "Name another.")
+    if getattr(args, "picture", None) and importlib.util.find_spec("matplotlib") is None:
+        raise BenchFailure("--picture needs matplotlib. Run pip install 'pagelocks[plot]', or leave it out.")
 
 
 def _finish(args: argparse.Namespace, table: Table, found: list[dict[str, Any]], note: str) -> Any:

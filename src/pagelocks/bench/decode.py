@@ -1,7 +1,7 @@
 """Time per output token and time to first token in vLLM: LOCKS beside dense attention, in one run on one card.
 
 Each side is an engine in a process of its own, as served.  Decode timings start from a cache that is full already (see
-`fill`); times to first token are real prefills.  A run in which a sequence waited or was preempted is refused.
+`fill`); times to first token are real prefills.  A run in which a sequence waited for memory is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from ..vllm.support import BENCH_FILL
 
 SHAPES: dict[str, dict[str, Any]] = {
     "glm-4-9b-1m": {
@@ -115,15 +117,16 @@ def set_dense_below(worker: Any, tokens: int) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Measurement:
     """What a side measures.
 
     Attributes
     ----------
     model : str
-        A folder with a config.json, and weights unless `dummy`.
+        A folder with a config.json; weights are drawn at random.
     cases : decode timings;  prefills : contexts whose time to first token is taken
-    steps, repeats, prefill_repeats : int
+    steps, repeats : int
+        Tokens of a decode, eight at its start not counted, and decodes of each case.
     locks : options of LOCKS, or None for dense
     utilization : float
         Of the card's memory.
@@ -134,15 +137,11 @@ class Plan:
     prefills: tuple[int, ...]
     steps: int = 64
     repeats: int = 5
-    prefill_repeats: int = 3
     locks: dict[str, Any] | None = None
     utilization: float = 0.95
-    dummy: bool = True
-    batched_tokens: int = 16384
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
-def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
+def run_side(plan: Measurement) -> Iterator[dict[str, Any]]:
     """Start an engine and measure; yields results as they come.  Runs in a process of its own."""
     from vllm import LLM, SamplingParams
 
@@ -151,20 +150,20 @@ def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {}
     if plan.locks is not None:
         options = {"attention_backend": "CUSTOM", "additional_config": {"locks": plan.locks}}
-    fill = {"kv_connector": "FilledCache", "kv_connector_module_path": "pagelocks.bench.fill", "kv_role": "kv_both"}
+    fill = {"kv_connector": "FilledCache", "kv_connector_module_path": BENCH_FILL, "kv_role": "kv_both"}
     fill["kv_connector_extra_config"] = {"startup_fill": True}  # type: ignore[assignment]
     llm = LLM(
         plan.model,
-        load_format="dummy" if plan.dummy else "auto",
+        load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=longest + plan.steps + 64,
         enable_prefix_caching=False,
         gpu_memory_utilization=plan.utilization,
         max_num_seqs=sequences,
-        max_num_batched_tokens=plan.batched_tokens,
+        max_num_batched_tokens=16384,
         disable_log_stats=False,
         kv_transfer_config=fill,
-        **{**options, **plan.extra},
+        **options,
     )
 
     def generate(contexts: Sequence[int], tokens: int, prefill: bool, seed: int) -> list[Any]:
@@ -190,28 +189,26 @@ def run_side(plan: Plan) -> Iterator[dict[str, Any]]:
             continue
         done.add(case.batch)
         generate(case.contexts, 8, False, number)
-        times, spans = [], []
+        times = []
         for repeat in range(plan.repeats):
             metrics = [o.metrics for o in generate(case.contexts, plan.steps + 8, False, number + repeat)]
             # From the moment all have a token, to the last token of all: nobody waits, everybody decodes.
             begin, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
             times.append((end - begin) / (plan.steps + 7) * 1e3)
-            spans.append(max(m.first_token_ts for m in metrics) - min(m.first_token_ts for m in metrics))
         yield {
             "case": case.name if plan.locks is not None else case.batch,
             "tpot_ms": times,
-            "spread_of_first_tokens_s": max(spans),
         }
     for context in plan.prefills:
         generate([context], 1, True, 99)
         times = []
-        for repeat in range(plan.prefill_repeats if context <= 65536 else 2):
+        for repeat in range(plan.repeats if context <= 65536 else 2):
             metrics = generate([context], 1, True, repeat)[0].metrics
             times.append(metrics.first_token_ts - metrics.scheduled_ts)
         yield {"prefill": context, "ttft_s": times}
 
 
-def run_in_child(plan: Plan) -> list[dict[str, Any]]:
+def run_in_child(plan: Measurement) -> list[dict[str, Any]]:
     """`run_side` in a process of its own, so that nothing of one side is left when the other starts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
@@ -219,7 +216,7 @@ def run_in_child(plan: Plan) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "pagelocks.bench.decode", source, str(path)]
         # Functions of ours run in the engine's worker; without this vLLM sends it names of its own methods alone.
         environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        code = subprocess.run(command, check=False, env=environment).returncode
+        code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         if code:
             lines.append({"error": f"the engine ended with status {code}"})
@@ -276,7 +273,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     given |= {"cases": tuple(Case.parse(name) for name in given["cases"]), "prefills": tuple(given["prefills"])}
     with open(sys.argv[2], "w", encoding="utf-8") as file:
-        for line in run_side(Plan(**given)):
+        for line in run_side(Measurement(**given)):
             file.write(json.dumps(line) + "\n")
             file.flush()
             print(json.dumps(line), flush=True)

@@ -12,11 +12,13 @@ import torch
 from ..config import LocksConfig
 from ..kernels import Caches, KernelShape, Pipeline, Rows
 from ..kernels.compiler import Kernel
+from .decode import SHAPES
 from .keys import like_real_keys
 from .timing import microseconds
 
 LEAST_BYTES = 1 << 30
-"""A kernel goes round buffers of at least this size together, so that nothing is left in L2 when it comes back."""
+"""What a kernel reads lies in buffers of at least this size together, or in 65 of them if that is less, so that little
+is left in L2 when it comes back to the first."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Layers:
 
     def select(self) -> None:
         """The pages of one layer, from its scores."""
-        start, rows = self.pipeline.plan_of_step.score_start, self.decode_rows
-        self.pipeline.select(_stream(), rows.block_table, start, rows.lengths, self.rows)
+        plan, table = self.pipeline.plan_of_step, self.decode_rows.block_table
+        self.pipeline.select(_stream(), table, plan.score_start, plan.lengths, self.rows)
 
     def attend(self, layer: int) -> None:
         """One layer's attention, over what the plan says."""
@@ -146,7 +148,9 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
     builds = min(len(layers.records), 4)
     yield timing("build", over(builds, lambda i: layers.build(i, layers.prefill_rows)), builds, pages * page_bytes // 2)
     pipeline.plan(_stream(), layers.decode_rows, dense_below=0)
-    yield timing("build, nothing to do", over(20, lambda _: layers.build(0, layers.decode_rows)), 20, 0)
+    completed = rows if context % 16 == 0 else 0
+    name_of_build = f"build, {completed} pages of one layer"
+    yield timing(name_of_build, over(20, lambda _: layers.build(0, layers.decode_rows)), 20, 0)
     if context > config.budget:
         count = len(layers.records)
         yield timing("score", over(count, layers.score), count, pages * shape.layout.record_bytes)
@@ -212,14 +216,8 @@ def flash_attention(layers: Layers) -> Callable[[int], None] | None:
     return run
 
 
-PRESETS = {
-    "glm-4-9b-1m": (128, 4, 8),
-    "llama-3.1-8b": (128, 8, 4),
-    "qwen3-4b": (128, 8, 4),
-}
-"""Head size, KV heads, query heads of each."""
-
-
 def preset_shape(name: str, config: LocksConfig) -> KernelShape:
     """The shape of a known model, in bf16 with blocks of 16."""
-    return KernelShape(*PRESETS[name], 16, torch.bfloat16, config)
+    model = SHAPES[name]
+    heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
+    return KernelShape(model["head_dim"], kv_heads, heads // kv_heads, 16, torch.bfloat16, config)

@@ -7,17 +7,23 @@ from typing import Any
 
 
 def draw_decode(results: list[dict[str, Any]], path: Path) -> None:
-    """Write a PNG of the single-sequence cases without `dense_below`.
+    """Write a PNG of the single-sequence cases without `dense_below`, if there are any.
 
     The floor is a straight line through dense's first and last times at no context, plus the records at dense's own
     rate: what LOCKS would take if selecting and attending the chosen pages cost nothing.
     """
+    from ..config import LocksConfig
+    from ..layout import record_layout
+    from .decode import SHAPES
+
+    lines = sorted((r for r in results if r["batch"] == 1 and not r["dense_below"]), key=lambda r: r["context"])
+    if not lines:
+        return  # nothing but batches
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = sorted((r for r in results if r["batch"] == 1 and not r["dense_below"]), key=lambda r: r["context"])
     contexts = [r["context"] for r in lines]
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.plot(contexts, [r["dense_ms"] for r in lines], "o-", color="tab:gray", label="dense (FlashAttention 3)")
@@ -28,7 +34,9 @@ def draw_decode(results: list[dict[str, Any]], path: Path) -> None:
         first, last = lines[0], lines[-1]
         slope = (last["dense_ms"] - first["dense_ms"]) / (last["context"] - first["context"])
         base = first["dense_ms"] - slope * first["context"]
-        floor = [base + slope * context * 832 / 8192 for context in contexts]
+        head_dim = SHAPES[first["shape"]]["head_dim"]
+        share = record_layout(head_dim, LocksConfig()).record_bytes / (2 * 16 * head_dim * 2)
+        floor = [base + slope * context * share for context in contexts]
         axes.plot(contexts, floor, "--", color="tab:green", label="floor: weights and records at dense's rate")
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{c // 1024}K" if c < 1_000_000 else "1M" for c in contexts])

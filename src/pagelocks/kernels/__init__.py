@@ -1,4 +1,4 @@
-"""The same four steps on the GPU, a kernel a file: CUDA C++ compiled when an engine starts, checked wrappers around it.
+"""The same four steps on the GPU, and the plan they share: CUDA C++, compiled when an engine starts, and its wrappers.
 
 The files in the core are the definition; every kernel is tested against them.
 """

@@ -16,7 +16,6 @@ class Attend:
     """The attention kernel of one shape, with its workspace."""
 
     def __init__(self, shape: KernelShape, max_rows: int, device: torch.device) -> None:
-        self.shape = shape
         members = min(16, shape.group)
         tiles = -(-shape.group // members)
         stage = 2 * 16 * shape.head_dim * 2

@@ -91,8 +91,7 @@ class Kernel:
         import torch
         from cuda.bindings import driver
 
-        torch.cuda.current_stream()  # the driver calls below need PyTorch's context
-        torch.empty(1, device="cuda")
+        torch.empty(1, device="cuda")  # the driver calls below need PyTorch's context
         self._driver = driver
         major, minor = torch.cuda.get_device_capability()
         code = compile_kernel(name, defines, f"sm_{major}{minor}a")
@@ -134,8 +133,3 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
         config.hStream = stream
         _call(self._driver.cuLaunchKernelEx, config, self._function, self._address, 0)
-
-    def registers(self) -> int:
-        """Registers a thread."""
-        key = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
-        return int(_call(self._driver.cuFuncGetAttribute, key, self._function))

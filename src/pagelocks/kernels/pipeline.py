@@ -44,7 +44,8 @@ class Rows:
         for name in ("lengths", "query_starts", "block_table"):
             tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
-                raise reject(name, tensor.dtype, "dense int32", "Convert it.")
+                found = (tensor.dtype, tensor.stride())
+                raise reject(name, found, "dense int32", "Use .to(torch.int32).contiguous().")
 
 
 class Pipeline:
@@ -122,7 +123,7 @@ class Pipeline:
         """Attention of the decode rows over the pages that were selected, or all."""
         plan, table, pages = self.plan_of_step, rows.block_table, self.select.pages
         starts = (plan.score_start, plan.attend_start)
-        self._attend(stream, query, keys, values, output, table, pages, *starts, rows.lengths, rows.decode, scale)
+        self._attend(stream, query, keys, values, output, table, pages, *starts, plan.lengths, rows.decode, scale)
 
     def decode(
         self,
@@ -136,7 +137,7 @@ class Pipeline:
         scale: float,
     ) -> None:
         """Score, select and attend."""
-        table, start = rows.block_table, self.plan_of_step.score_start
+        table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
         self.score(stream, query, records, table, start, rows.decode, scale)
-        self.select(stream, table, start, rows.lengths, rows.decode)
+        self.select(stream, table, start, lengths, rows.decode)
         self.attend(stream, rows, query, keys, values, output, scale)

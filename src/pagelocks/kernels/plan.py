@@ -21,6 +21,8 @@ class Plan:
         Running total of the complete pages of the rows that select; a row of none attends everything.
     attend_start : int32 (max_rows + 1)
         Of the pages that a KV head attends.
+    lengths : int32 (max_rows)
+        The rows' lengths as planned; the other kernels go by these, whatever becomes of the step's own.
     completed_start : int32 (max_rows + 1)
         Of the pages that the step completes.
     completed : int32 (max_completed)
@@ -30,13 +32,14 @@ class Plan:
     def __init__(
         self, shape: KernelShape, max_rows: int, max_completed: int, capacity: int, device: torch.device
     ) -> None:
-        self.shape, self.max_rows, self.capacity = shape, max_rows, capacity
+        self.shape, self.capacity = shape, capacity
         self.score_start, self.attend_start, self.completed_start = (
             torch.zeros(max_rows + 1, dtype=torch.int32, device=device) for _ in range(3)
         )
+        self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.completed = torch.zeros(max_completed, dtype=torch.int32, device=device)
-        self._kernel = Kernel("plan", "plan_step", {}, "PPPPPPPPqqiiiiiiiii", THREADS)
-        outputs = (self.score_start, self.attend_start, self.completed_start, self.completed)
+        self._kernel = Kernel("plan", "plan_step", {}, "PPPPPPPPPqqiiiiiiiii", THREADS)
+        outputs = (self.score_start, self.attend_start, self.lengths, self.completed_start, self.completed)
         self._outputs = tuple(tensor.data_ptr() for tensor in outputs)
 
     def __call__(

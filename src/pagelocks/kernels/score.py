@@ -14,7 +14,7 @@ LEAST_PAGES = 16
 
 
 def warps_of(shape: KernelShape) -> tuple[int, int, int]:
-    """KV heads a block works on at a time, its warps, and stages of each warp's ring."""
+    """KV heads a block works on at a time, its warps, and stages of the ring that the warps of all its heads share."""
     stage = GROUP_PAGES * shape.layout.record_bytes
     # More than eight query heads need the registers of two warps.
     most = min(16 if shape.group <= 8 else 8, (SHARED_MEMORY - 4096) // (2 * stage))
@@ -37,7 +37,7 @@ class Score:
     """
 
     def __init__(self, shape: KernelShape, max_rows: int, capacity: int, device: torch.device) -> None:
-        self.shape, self.capacity = shape, capacity
+        self.capacity = capacity
         heads, warps, stages = warps_of(shape)
         self.subs = warps // heads
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines

@@ -65,12 +65,10 @@ class LocksMetadata(FlashAttentionMetadata):
 class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
     """Plans a step on the device, and builds what the step before it completed."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """FULL graphs for decode, piecewise ones for steps with prefill."""
-        return cls._cudagraph_support
+    _cudagraph_support = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )  # FULL graphs for decode, piecewise for the rest
+    supports_update_block_table = False  # a plan is of one block table
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -167,6 +165,8 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
         lengths = np.where(queries > 0, lengths, 0)
         decoding = lengths[:decode]
         selects = decoding > max(config.dense_below, config.budget)
+        # The plan's own rule: a row whose scores do not fit the workspace attends everything.
+        selects &= np.cumsum(np.where(selects, decoding // PAGE_SIZE, 0)) <= self.pipeline.capacity
         touched = (decoding + PAGE_SIZE - 1) // PAGE_SIZE
         row = np.zeros(7, np.int64)
         row[STEPS], row[ROWS_SPARSE] = 1, selects.sum()
@@ -263,9 +263,10 @@ class LocksImpl(FlashAttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
-        self.layer_name, self.index = "", 0  # the metadata builder, which is told them, writes them here, and
-        self.counters: Any = None  # this layer's row of the engine's counters, and
-        self.pipeline: Pipeline | None = None  # the kernels
+        # The metadata builder writes these: the layer's name and number, its row of the counters, the kernels.
+        self.layer_name, self.index = "", 0
+        self.counters: Any = None
+        self.pipeline: Pipeline | None = None
         self.state: LocksState | None = None
         refuse_sharing(kv_sharing_target_layer_name)
         if sliding_window is not None:

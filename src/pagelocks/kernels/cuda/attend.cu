@@ -97,8 +97,8 @@ DEVICE int physical_page(const Params& p, const Walk& w) {
   return p.block_table[w.row * p.table_stride + w.page / PAGES_A_BLOCK] * PAGES_A_BLOCK + w.page % PAGES_A_BLOCK;
 }
 
-// Of `count` blocks that call this for the same counter, true for the last; what the others wrote before is then visible
-// to this thread.  The counter is back at zero afterwards.
+// Of `count` blocks that call this for the same counter, true for the last; what the others wrote before is then
+// visible to this thread.  The counter is back at zero afterwards.
 DEVICE bool is_last(u32* counter, u32 count) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
@@ -271,7 +271,7 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
       if (threadIdx.x == 0) merge.last = is_last(&p.arrived[(i64)now.row * ITEMS + now.item], last - first + 1);
       __syncthreads();
       if (merge.last) {
-        // The item's first block has it as its last piece (slot 1), unless its part begins there; the others as slot 0.
+        // A block holds at most one cut item that begins in it (slot 1) and one that began before it (slot 0).
         auto slot_of = [&](int part) { return 2 * (i64)(first + part) + (part == 0); };
         const int count = last - first + 1;
         float* weights = &merge.output[0][0][0];  // [part][member], while there is room

@@ -2,14 +2,14 @@
 //
 //     mu = mean(k_i);  D = rows(k_i - mu);  D D^T = U S^2 U^T;  C = U_r S_r;  V = D^T U_r S_r^-1
 //
-// A warp builds two (page, KV head) at a time.  The 16 x 16 eigenproblem is solved by one-sided Jacobi rotations on the
-// columns of a Cholesky factor of D D^T, pivots largest first, which is most of the way there: three sweeps instead of
-// eight or more on D D^T itself, and half the digits lost.  One column a lane, two matrices a warp: a rotation needs one
-// exchange between two lanes.  The length of D^T u is taken as the singular value.
-// A record depends on its page's keys alone: neither the warp's other page nor the batch changes a bit of it.
+// A warp builds two (page, KV head) at a time.  The 16 x 16 eigenproblem is solved by one-sided Jacobi rotations on
+// the columns of a Cholesky factor of D D^T, pivots largest first, which is most of the way there: three sweeps
+// instead of eight or more on D D^T itself, and half the digits lost.  One column a lane, two matrices a warp: a
+// rotation needs one exchange between two lanes.  The length of D^T u is taken as the singular value. A record depends
+// on its page's keys alone: neither the warp's other page nor the batch changes a bit of it.
 //
-// Needs: PAGES_A_BLOCK, HEAD_DIM, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS, BASIS_SCALE,
-// COEFFICIENT_SCALE, WARPS; FP16 or not.
+// Needs: PAGES_A_BLOCK, HEAD_DIM, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS,
+// BASIS_SCALE, COEFFICIENT_SCALE, WARPS; FP16 or not.
 
 struct Params {
   const u16* const* keys;    // (layers): each (blocks, tokens, KV_HEADS, HEAD_DIM), strided
@@ -25,8 +25,10 @@ constexpr int EACH = HEAD_DIM / 32;         // dimensions a lane
 constexpr int STRIDE = HEAD_DIM + 4;        // floats; keeps rows off one another's banks
 constexpr int MAX_SWEEPS = 8;
 constexpr float SMALL = 1e-4f;              // cosine of two columns that are left as they are
-constexpr float LAST = 0.1f;                // where a sweep met none larger, what it leaves is of the order of its square
-constexpr float LOST = 1e-3f;               // a singular value below this, beside the largest, is rounding: no direction
+// Where a sweep met none larger, what it leaves is of the order of its square.
+constexpr float LAST = 0.1f;
+// A singular value below this, beside the largest, is rounding: no direction.
+constexpr float LOST = 1e-3f;
 constexpr float ZERO_COLUMN = 4.76837158203125e-7f;  // 2^-21 of the largest deviation: rounding noise
 
 struct Page {
@@ -46,8 +48,8 @@ DEVICE float times_power_of_two(float value, int exponent) {  // exact, also whe
   return value * power_of_two(half) * power_of_two(exponent - half);
 }
 
-// The page's deviations from its centroid, over 2^(exponent + second), into shared memory; the centroid into the record.
-// Returns false where the page holds NaN or infinity.
+// The page's deviations from its centroid, over 2^(exponent + second), into shared memory; the centroid into the
+// record. Returns false where the page holds NaN or infinity.
 DEVICE bool load_page(Page& page, const u16* keys, i64 token_stride, int& second) {
   const int lane = lane_id();
   float k[PAGE][EACH];

@@ -11,6 +11,7 @@ struct Params {
   const int* block_table;    // (rows, blocks of a row)
   int* score_start;          // (decode_rows + 1): running total of complete pages of the rows that select
   int* attend_start;         // (decode_rows + 1): of pages to attend, a KV head
+  int* planned_lengths;      // (rows): the lengths that the totals were made from
   int* completed_start;      // (rows + 1): of pages that this step completes
   int* completed;            // those pages, as physical pages, block * pages a block + page within it
   u8* const* records;        // (layers): each (blocks, pages a block, kv_heads, record_bytes)
@@ -62,14 +63,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_step(const __grid_con
   for (int first = 0; first < p.rows; first += THREADS) {
     int row = first + threadIdx.x, pages = 0;
     if (row < p.rows) {
-      int length = p.lengths[row], queries = p.query_starts[row + 1] - p.query_starts[row];
+      int length = p.planned_lengths[row] = p.lengths[row], queries = p.query_starts[row + 1] - p.query_starts[row];
       if (queries > 0) pages = length / PAGE - (length - queries) / PAGE;
     }
     int end = scan(pages, warps, completed);
     if (row < p.rows) p.completed_start[row + 1] = end;
   }
   for (int first = 0; first < p.decode_rows; first += THREADS) {
-    int row = first + threadIdx.x, length = row < p.decode_rows ? p.lengths[row] : 0;
+    int row = first + threadIdx.x, length = row < p.decode_rows ? p.planned_lengths[row] : 0;
     bool selects = length > p.dense_below && length > p.budget_pages * PAGE;
     int end = scan(selects ? length / PAGE : 0, warps, scored);
     bool fits = end <= p.capacity;  // totals rise: once one row does not fit, no later one does
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_step(const __grid_con
   __syncthreads();
   for (int i = threadIdx.x; i < completed; i += THREADS) {
     int row = row_of(p.completed_start, p.rows, i);
-    int computed = p.lengths[row] - (p.query_starts[row + 1] - p.query_starts[row]);
+    int computed = p.planned_lengths[row] - (p.query_starts[row + 1] - p.query_starts[row]);
     int page = computed / PAGE + i - p.completed_start[row];
     int block = p.block_table[row * p.table_stride + page / p.pages_a_block], slot = page % p.pages_a_block;
     p.completed[i] = block * p.pages_a_block + slot;

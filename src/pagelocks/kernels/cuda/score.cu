@@ -2,25 +2,25 @@
 //
 //     s_g(j) = logsumexp_i( (q_g . mu_j + (V_j^T q_g) . c_i) * scale )                                        (Eq. 4)
 //
-// A page's records of all KV heads lie together, so one bulk copy brings them; small copies would cost as much as large
-// ones.  HEADS_A_BLOCK warps, one a KV head, share a ring of stages of eight pages; the last of them to be done with a
-// stage fills it again, so none ever waits for another.  All products run on tensor cores, and each leaves its result where the next
-// one wants its operand.  With lane = 4 g + x:
+// A page's records of the block's KV heads lie together, so one bulk copy brings them; small copies cost as much as
+// large ones.  HEADS_A_BLOCK warps, one a KV head, share a ring of stages of eight pages; the last of them to be done
+// with a stage fills it again, so none ever waits for another.  All products run on tensor cores, and each leaves its
+// result where the next one wants its operand.  With lane = 4 g + x:
 //
-//   t = V^T q   int8 x int4 -> int32: heads by columns.  A head's query is a 16-bit integer in two bytes, the rows g and
-//               g + 8 of one operand, in steps of 2^-15 of the largest or 2^-14.  Nibbles stay biased by 8; the sums
-//               start at -8 sum(q).  The order of the head dimension is the records' own: a lane's 16 bytes of a column
-//               are its operands as they lie, and the query is permuted to match.
-//   C t         fp16 x fp16 -> fp32: tokens by heads, with t in units of logits and split into two halves, which are the
-//               two halves of the operand's depth, so that the product keeps 22 bits of it.
+//   t = V^T q   int8 x int4 -> int32: heads by columns.  A head's query is a 16-bit integer in two bytes, the rows g
+//               and g + 8 of one operand, in steps of 2^-15 of the largest or 2^-14.  Nibbles stay biased by 8; the
+//               sums start at -8 sum(q).  The order of the head dimension is the records' own: a lane's 16 bytes of a
+//               column are its operands as they lie, and the query is permuted to match.
+//   C t         fp16 x fp16 -> fp32: tokens by heads, with t in units of logits and split into two halves, which are
+//               the two halves of the operand's depth, so that the product keeps 22 bits of it.
 //   q . mu      int8 x int8 -> int32: eight pages by heads.
 //
 // The exponentials of a page's 16 tokens are summed without subtracting their maximum: deviations from a centroid are
 // centred, so their largest is not below zero, and fp32 holds what is left.  Where it does not (a sum outside
 // 1e-30 ... 1e30, or t beyond fp16), the group is computed again with the maximum subtracted.
 //
-// Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS, BASIS_SCALE,
-// COEFFICIENT_SCALE, WARPS, HEADS_A_BLOCK, STAGES; FP16 or not.
+// Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS,
+// BASIS_SCALE, COEFFICIENT_SCALE, WARPS, HEADS_A_BLOCK, STAGES; FP16 or not.
 
 struct Params {
   const u16* query;          // (rows, KV_HEADS * GROUP, HEAD_DIM)
@@ -223,8 +223,8 @@ DEVICE float halve(float a, float b, bool second, int distance) {
   return (second ? b : a) + __shfl_xor_sync(FULL, second ? a : b, distance);
 }
 
-// Log-mass, in base 2, of page g of a group for heads 8 t + 2 x and + 1.  False where a sum left the range in which it can
-// be trusted.
+// Log-mass, in base 2, of page g of a group for heads 8 t + 2 x and + 1.  False where a sum left the range in which it
+// can be trusted.
 template <bool SAFE> DEVICE bool score_group(float (&mass)[TILES][2], const Query& q, const u8* group) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
   float sums[TILES][2][2], peaks[TILES][2];  // of pages 0-3 and of 4-7: a quarter of each, of page g & 3
@@ -321,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   ahead.enter(p, low, high, sub);
   ahead.settle(p, low, high, sub, limit);
   int block = block_of(p, ahead, limit);
-  auto refill = [&](int stage, bool mine) {  // copies the group that `ahead` is at, if that is for this warp to do; moves on
+  // Copies the group that `ahead` is at, if that is for this warp to do, and moves on.
+  auto refill = [&](int stage, bool mine) {
     if (ahead.row >= limit) return;
     if (mine) {
       const int pages = ahead.end - ahead.page < GROUP_PAGES ? ahead.end - ahead.page : GROUP_PAGES;

@@ -5,11 +5,12 @@
 // The sink pages, the best others by share, the recent pages: `budget_pages` in all, ascending, ties to the lower page.
 // A page whose log-mass is +inf or NaN comes before any other and stays out of the denominators.
 //
-// One row and head is one cluster of blocks, each with a range of the pages.  Shares become integers that sort alike, and
-// the threshold is found by radix, digits from the top: each block adds its histogram to the first block's through
-// distributed shared memory, and that one finds the digit and tells the others (all reading its histogram would queue).
-// It stops as soon as a bin is wanted whole.  Two counts, handed to every block, then give every chosen page its place.
-// A row of few pages is its first block's alone: what the others would save is less than what it takes to meet them.
+// One row and head is one cluster of blocks, each with a range of the pages.  Shares become integers that sort alike,
+// and the threshold is found by radix, digits from the top: each block adds its histogram to the first block's through
+// distributed shared memory, and that one finds the digit and tells the others (all reading its histogram would
+// queue). It stops as soon as a bin is wanted whole.  Two counts, handed to every block, then give every chosen page
+// its place. A row of few pages is its first block's alone: what the others would save is less than what it takes to
+// meet them.
 //
 // Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS (as in score.cu), THREADS, KEYS (that fit shared memory).
 
@@ -120,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_pages(const __gr
 #pragma unroll
     for (int digit = 0; digit < DIGITS; digit++) s.total[digit][i] = 0;
   }
+  if (threadIdx.x < 3) s.found[threadIdx.x] = 0;
+  __syncwarp();
   cluster_arrive();  // waited for before another block's memory is touched
   wait_for_previous_kernel();
   const int start = p.start[row], pages = p.start[row + 1] - start;
@@ -129,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_pages(const __gr
     return;
   }
   auto meet = [&] {
+    __syncwarp();  // the cluster's barriers want whole warps, also after code that parted them
     if (blocks == 1) {
       __syncthreads();
     } else {
@@ -213,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_pages(const __gr
       }
     }
     __syncthreads();
+    __syncwarp();
     if (digit == 0) cluster_wait();
     if (blocks == 1) {
       for (int i = threadIdx.x; i < bins; i += THREADS) s.total[digit][i] = s.local[i], s.local[i] = 0;
@@ -252,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_pages(const __gr
   const int* table = p.block_table + row * p.table_stride;
   const i64 out = (i64)item * p.budget_pages;
   auto put = [&](int place, int page) {
+    if (place >= p.budget_pages) return;  // only if the row's length is not the one that was planned
     p.pages[out + place] = table[page / PAGES_A_BLOCK] * PAGES_A_BLOCK + page % PAGES_A_BLOCK;
     if (p.logical) p.logical[out + place] = page;
   };
