@@ -4,6 +4,7 @@ C++'s.  What they compute is `make test-gpu`'s business."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -93,6 +94,13 @@ def test_parameters_are_in_the_order_of_the_struct(kernels: list[Any]) -> None:
 def test_a_kernel_that_does_not_compile_says_so() -> None:
     with pytest.raises(compiler.CudaError, match=r"(?s)score\.cu does not compile for sm_90a.*HEAD_DIM"):
         compiler.compile_kernel("score", {})
+
+
+def test_without_the_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    compiler._compile.cache_clear()
+    with pytest.raises(compiler.CudaError, match=r"need cuda-bindings .*pip install 'pagelocks\[gpu\]'"):
+        compiler.compile_kernel("plan", {})
 
 
 @pytest.mark.parametrize(

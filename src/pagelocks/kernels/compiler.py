@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,6 +16,14 @@ SHARED_MEMORY = 227 * 1024
 
 class CudaError(RuntimeError):
     """A call to the CUDA driver or compiler failed."""
+
+
+def _bindings(name: str) -> Any:
+    """`cuda.bindings.NAME`, or what to install."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise CudaError(f"the kernels need cuda-bindings ({error}). Run pip install 'pagelocks[gpu]'.") from error
 
 
 def _call(function: Any, *args: Any) -> Any:
@@ -45,8 +54,7 @@ def compile_kernel(name: str, defines: Mapping[str, int], arch: str = "sm_90a") 
 
 @lru_cache(maxsize=64)
 def _compile(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
-    from cuda.bindings import nvrtc
-
+    nvrtc = _bindings("nvrtc")
     source = source_of(name, dict(defines))
     program = _call(nvrtc.nvrtcCreateProgram, source.encode(), f"{name}.cu".encode(), 0, [], [])
     options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-default-device"]
@@ -89,8 +97,8 @@ class Kernel:
         cluster: int = 1,
     ) -> None:
         import torch
-        from cuda.bindings import driver
 
+        driver = _bindings("driver")
         torch.empty(1, device="cuda")  # the driver calls below need PyTorch's context
         self._driver = driver
         major, minor = torch.cuda.get_device_capability()
