@@ -25,7 +25,8 @@ class Attend:
         stages = next(n for n in (4, 3, 2) if warps * n * stage + merge <= SHARED_MEMORY)
         shared = warps * stages * stage + merge
         blocks = max(1, min(16 // warps, (SHARED_MEMORY + 1024) // (shared + 1024)))
-        defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | {"WARPS": warps, "STAGES": stages}
+        defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK")
+        defines |= {"WARPS": warps, "STAGES": stages, "SHARED_BYTES": shared}
         self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiiif", 32 * warps, shared)
         self.parts = blocks * torch.cuda.get_device_properties(device).multi_processor_count
         self._partial_output = torch.empty(2 * self.parts, members, shape.head_dim, device=device)

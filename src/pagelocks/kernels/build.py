@@ -18,9 +18,10 @@ class Build:
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
         self.shape = shape
-        defines = shape.defines("HEAD_DIM", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines | {"WARPS": WARPS}
         page = 16 * (shape.head_dim + 4) * 4 + 16 * 17 * 4 + shape.layout.record_bytes
         shared = WARPS * PAGES_A_WARP * page
+        defines = shape.defines("HEAD_DIM", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
+        defines |= {"WARPS": WARPS, "SHARED_BYTES": shared}
         self._kernel = Kernel("build", "build_pages", defines, "PPPPqqqqi", 32 * WARPS, shared)
         self._blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -42,10 +43,10 @@ class Build:
             The most that there may be: it sizes the grid and nothing else.
         """
         layers, first = (caches.layers, 0) if layer is None else (1, layer)
-        pairs = -(-most_pages * layers * self.shape.kv_heads // (WARPS * PAGES_A_WARP))
+        blocks = -(-most_pages * layers * self.shape.kv_heads // (WARPS * PAGES_A_WARP))
         self._kernel.launch(
             stream,
-            (max(1, min(self._blocks, pairs)), 1),
+            (max(1, min(self._blocks, blocks)), 1),
             caches.key_pointers.data_ptr() + 8 * first,
             caches.record_pointers.data_ptr() + 8 * first,
             pages.data_ptr(),

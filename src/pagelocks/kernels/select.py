@@ -52,6 +52,7 @@ class Select:
             pieces = 8 * group * max(1, threads // 32 // group)
             fixed = 4 * BINS * 4 + 16 * 2 * 4 + threads // 32 * 12 + pieces + 8 * group + 64
             shared = -(-fixed // 16) * 16 + KEYS * 4
+            defines["SHARED_BYTES"] = shared
             kernel = Kernel("select", "select_pages", defines, "PPPPPPPPqqqiiiiii", threads, shared, cluster)
             self._kernels[cluster] = kernel
 

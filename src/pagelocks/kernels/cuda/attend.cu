@@ -5,7 +5,7 @@
 // and keeps a running softmax; warps merge at the end of a row and head, blocks through partial results in global
 // memory, which the last of them to arrive adds up, in order.
 //
-// Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, WARPS, STAGES; FP16 or not.
+// Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, WARPS, STAGES, SHARED_BYTES; FP16 or not.
 
 struct Params {
   const u16* query;          // (rows, KV_HEADS * GROUP, HEAD_DIM)
@@ -44,6 +44,7 @@ struct Merge {
   float total[16];
   u32 last;
 };
+static_assert(WARPS * STAGES * STAGE_BYTES + sizeof(Merge) <= SHARED_BYTES, "the wrapper asks for less shared memory");
 constexpr int WEIGHTS = WARPS * HEAD_DIM;  // parts whose weights fit where the warps' outputs were
 
 // A walk over one warp's pages of its block's part, across rows and heads.

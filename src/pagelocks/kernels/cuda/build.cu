@@ -9,7 +9,7 @@
 // on its page's keys alone: neither the warp's other page nor the batch changes a bit of it.
 //
 // Needs: PAGES_A_BLOCK, HEAD_DIM, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS,
-// BASIS_SCALE, COEFFICIENT_SCALE, WARPS; FP16 or not.
+// BASIS_SCALE, COEFFICIENT_SCALE, WARPS, SHARED_BYTES; FP16 or not.
 
 struct Params {
   const u16* const* keys;    // (layers): each (blocks, tokens, KV_HEADS, HEAD_DIM), strided
@@ -36,6 +36,8 @@ struct Page {
   float matrix[PAGE][PAGE + 1];             // the Gram matrix, then the eigenvectors
   __align__(16) u8 record[RECORD_BYTES];
 };
+
+static_assert(2 * WARPS * sizeof(Page) <= SHARED_BYTES, "the wrapper asks for less shared memory than is used");
 
 DEVICE int exponent_of(float largest) {     // of the power of two above it, as frexp has it
   if (largest == 0.f) return 0;

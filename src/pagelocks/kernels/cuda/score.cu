@@ -131,15 +131,6 @@ DEVICE void load_query(Query& q, const u16* queries, float scale) {
   }
 }
 
-DEVICE float sum_over_tokens(float value) {
-  for (int k = 4; k < 32; k <<= 1) value += __shfl_xor_sync(FULL, value, k);
-  return value;
-}
-DEVICE float max_over_tokens(float value) {
-  for (int k = 4; k < 32; k <<= 1) value = fmaxf(value, __shfl_xor_sync(FULL, value, k));
-  return value;
-}
-
 // Sums over this lane's two tokens, 2 g and 2 g + 1, of 2^(logit - peak) for heads 8 t + 2 x and + 1; peak is 0 unless
 // SAFE.
 template <bool SAFE>
@@ -210,17 +201,12 @@ DEVICE void score_page(float (&sums)[TILES][2], float (&peaks)[TILES][2], const 
     for (int h = 0; h < 2; h++) {
       peaks[t][h] = 0.f;
       if constexpr (SAFE) {
-        peaks[t][h] = fminf(fmaxf(max_over_tokens(fmaxf(z[h], z[2 + h])), -1e38f), 1e38f);
+        peaks[t][h] = fminf(fmaxf(octet_max(fmaxf(z[h], z[2 + h])), -1e38f), 1e38f);
         z[h] -= peaks[t][h], z[2 + h] -= peaks[t][h];
       }
       sums[t][h] = exp2_fast(z[h]) + exp2_fast(z[2 + h]);
     }
   }
-}
-
-// Half of a sum over lanes: of values a and b, a lane with `second` keeps b and gets the other lane's share of it.
-DEVICE float halve(float a, float b, bool second, int distance) {
-  return (second ? b : a) + __shfl_xor_sync(FULL, second ? a : b, distance);
 }
 
 // Log-mass, in base 2, of page g of a group for heads 8 t + 2 x and + 1.  False where a sum left the range in which it
@@ -399,8 +385,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int query_head = 8 * t + 2 * (lane & 3) + h;
-        const float top = max_over_tokens(peak[t][h]);
-        const float all = sum_over_tokens(peak[t][h] > -INF ? sum[t][h] * exp2_fast(peak[t][h] - top) : 0.f);
+        const float top = octet_max(peak[t][h]);
+        const float all = octet_sum(peak[t][h] > -INF ? sum[t][h] * exp2_fast(peak[t][h] - top) : 0.f);
         if (lane < 4 && query_head < GROUP) {
           i64 slot = (i64)(blockIdx.x + now.row) * SUBS + sub;
           p.partial[(i64)(head * GROUP + query_head) * p.slots + slot] = make_float2(top, all);

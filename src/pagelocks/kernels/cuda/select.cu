@@ -12,7 +12,7 @@
 // its place. A row of few pages is its first block's alone: what the others would save is less than what it takes to
 // meet them.
 //
-// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS (as in score.cu), THREADS, KEYS (that fit shared memory).
+// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS (as in score.cu), THREADS, KEYS (that fit shared memory), SHARED_BYTES.
 
 struct Params {
   const float* log_mass;     // (KV_HEADS, capacity, GROUP)
@@ -62,6 +62,8 @@ struct Shared {
   float top[GROUP], inverse[GROUP];
   u32 found[3];                     // the digit, pages above it, pages inside it
 };
+
+static_assert(sizeof(Shared) + KEYS * 4 <= SHARED_BYTES, "the wrapper asks for less shared memory than is used");
 
 // Exclusive sum over the block, and the total.
 template <class T> DEVICE T scan(T value, T* warps, T& total) {
