@@ -137,3 +137,24 @@ def test_a_layout_that_scatters_a_block_is_refused() -> None:
 
     with pytest.raises(ChildError, match="a block's summaries are not one piece of memory"):
         in_child(records_of, "heads outside blocks")
+
+
+def replaced(changes: dict[str, Any]) -> None:
+    """Options of an engine with GPU kernels, replaced between steps."""
+    from dataclasses import replace
+
+    from pagelocks.vllm.state import LocksState
+
+    state: Any = LocksState.__new__(LocksState)
+    state._options, state.pipelines = Options(), {"a shape": "its kernels"}
+    state.options = replace(state.options, config=replace(state.options.config, **changes))
+    assert state.options.config.dense_below == 99
+
+
+def test_what_the_kernels_were_made_for_cannot_be_replaced() -> None:
+    from harness import ChildError
+
+    in_child(replaced, {"dense_below": 99})
+    for name, value in (("budget", 512), ("sink_pages", 2), ("recent_pages", 3)):
+        with pytest.raises(ChildError, match=rf"{name}={value} is not allowed: the GPU kernels were made for"):
+            in_child(replaced, {name: value})

@@ -31,7 +31,6 @@ from .layer import active_layers, attach_summaries, check_group, describe_layers
 from .options import PAGE_SIZE
 from .state import LocksState
 from .summary_cache import SummaryCache
-from .support import refuse_layer, refuse_sharing
 
 logger = init_logger("vllm.plugins.pagelocks")
 
@@ -229,15 +228,20 @@ class LocksCPUImpl(CPUAttentionBackendImpl):
         )
         self.layer_name = ""  # the metadata builder, which is told it, writes it here, and
         self.counters: Any = None  # this layer's row of the engine's counters
-        self.state: LocksState | None = None
-        self.summaries: SummaryCache | None = None
         self._paged: PagedKeysAndValues | None = None
-        refuse_sharing(kv_sharing_target_layer_name)
-        if sliding_window is not None:
-            logger.info_once("LOCKS leaves layers with a sliding window to stock attention.")
-            return
-        refuse_layer(str(AttentionType(attn_type).value), alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype)
-        self.state, self.summaries = attach_summaries(head_size, num_kv_heads)
+        self.state: LocksState | None
+        self.summaries: SummaryCache | None
+        self.state, self.summaries = attach_summaries(
+            head_size,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
 
     @property
     def options(self) -> Any:

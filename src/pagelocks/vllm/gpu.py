@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -26,11 +27,12 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from ..kernels import Caches, KernelShape, Pipeline, Rows
-from .counters import PAGES_READ, PAGES_SKIPPED, RECORDS_READ, ROWS_DENSE, ROWS_SPARSE, STEPS, SUMMARIES_BUILT
-from .layer import active_layers, attach_summaries, describe_layers
+from .counters import FIELDS, PAGES_READ, PAGES_SKIPPED, RECORDS_READ, ROWS_DENSE, ROWS_SPARSE, STEPS, SUMMARIES_BUILT
+from .layer import active_layers, attach_summaries, check_group, describe_layers
 from .options import PAGE_SIZE
 from .state import LocksState
-from .support import Unsupported, refuse_gpu, refuse_layer, refuse_sharing
+from .summary_cache import SummaryCache
+from .support import Unsupported, refuse_gpu
 
 logger = init_logger("vllm.plugins.pagelocks")
 
@@ -65,9 +67,8 @@ class LocksMetadata(FlashAttentionMetadata):
 class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
     """Plans a step on the device, and builds what the step before it completed."""
 
-    _cudagraph_support = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )  # FULL graphs for decode, piecewise for the rest
+    # FULL graphs for decode, piecewise ones for steps with prefill.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False  # a plan is of one block table
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
@@ -168,7 +169,7 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
         # The plan's own rule: a row whose scores do not fit the workspace attends everything.
         selects &= np.cumsum(np.where(selects, decoding // PAGE_SIZE, 0)) <= self.pipeline.capacity
         touched = (decoding + PAGE_SIZE - 1) // PAGE_SIZE
-        row = np.zeros(7, np.int64)
+        row = np.zeros(len(FIELDS), np.int64)
         row[STEPS], row[ROWS_SPARSE] = 1, selects.sum()
         row[ROWS_DENSE] = (queries > 0).sum() - row[ROWS_SPARSE]
         row[PAGES_READ] = row[ROWS_SPARSE] * config.budget_pages * heads
@@ -267,13 +268,22 @@ class LocksImpl(FlashAttentionImpl):
         self.layer_name, self.index = "", 0
         self.counters: Any = None
         self.pipeline: Pipeline | None = None
-        self.state: LocksState | None = None
-        refuse_sharing(kv_sharing_target_layer_name)
-        if sliding_window is not None:
-            logger.info_once("LOCKS leaves layers with a sliding window to stock attention.")
+        self._group_checked = False
+        self.state: LocksState | None
+        self.summaries: SummaryCache | None
+        self.state, self.summaries = attach_summaries(
+            head_size,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+        if self.state is None:
             return
-        refuse_layer(str(AttentionType(attn_type).value), alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype)
-        self.state, self.summaries = attach_summaries(head_size, num_kv_heads)
         vllm_config = get_current_vllm_config()
         refuse_gpu(self.state.options, torch.cuda.get_device_capability())
         # While the model loads: so that vLLM counts the workspace before it sizes the KV cache.
@@ -307,7 +317,10 @@ class LocksImpl(FlashAttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("fused output quantisation", "it is not covered by a test", "Turn the fusion off")
         pipeline, rows = self.pipeline, step.rows
-        assert pipeline is not None
+        assert pipeline is not None and self.summaries is not None
+        if not self._group_checked:  # while vLLM warms up
+            check_group(self.summaries, self.layer_name, get_forward_context().attn_metadata)
+            self._group_checked = True
         stream, first = _stream(), rows.decode
         if step.build_now:
             pipeline.build(stream, rows, step.caches, self.index)

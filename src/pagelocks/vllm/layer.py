@@ -6,26 +6,50 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
 
 from ..layout import record_layout
 from .options import PAGE_SIZE
 from .state import LocksState, state_of
 from .summary_cache import SummaryCache
-from .support import Unsupported
+from .support import Unsupported, refuse_layer, refuse_sharing
+
+logger = init_logger("vllm.plugins.pagelocks")
 
 Impl = TypeVar("Impl")
 
 
-def attach_summaries(head_size: int, kv_heads: int) -> tuple[LocksState, SummaryCache]:
+def attach_summaries(
+    head_size: int,
+    kv_heads: int,
+    alibi_slopes: object,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    kv_sharing_target_layer_name: str | None,
+    sinks: object,
+) -> tuple[LocksState, SummaryCache] | tuple[None, None]:
     """Register the cache of the next layer's summaries with vLLM; called while that layer is made.
 
     Returns
     -------
     LocksState
-        What the engine's layers share.
-    SummaryCache
+        What the engine's layers share; None for a layer that stays stock.
+    SummaryCache or None
+
+    Raises
+    ------
+    Unsupported
+        For what a layer may ask of its backend and LOCKS does not do.
     """
+    refuse_sharing(kv_sharing_target_layer_name)
+    if sliding_window is not None:
+        logger.info_once("LOCKS leaves layers with a sliding window to stock attention.")
+        return None, None
+    refuse_layer(str(AttentionType(attn_type).value), alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype)
     vllm_config = get_current_vllm_config()
     state = state_of(vllm_config)
     record_bytes = record_layout(head_size, state.options.config).record_bytes

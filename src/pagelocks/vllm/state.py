@@ -72,6 +72,10 @@ class LocksState:
             old, new = getattr(self._options.config, name), getattr(options.config, name)
             if old != new:
                 raise reject(name, new, f"the cache holds records made with {old}", "Start another engine.")
+        for name in ("budget", "sink_pages", "recent_pages") if self.pipelines else ():
+            old, new = getattr(self._options.config, name), getattr(options.config, name)
+            if old != new:
+                raise reject(name, new, f"the GPU kernels were made for {old}", "Start another engine.")
         if options.trace != self._options.trace:
             raise reject("trace", options.trace, "it is opened when the engine starts", "Start another engine.")
         self._options = options
