@@ -37,7 +37,7 @@ def add_bench(commands: Any, **shape: Any) -> None:
     kernels = actions.add_parser(
         "kernels",
         help="each kernel alone",
-        description="Time each kernel, and FlashAttention 3 if vLLM is here, over buffers of a gigabyte or more.",
+        description="Time each kernel, and FlashAttention 3 if vLLM is here, over many layers' buffers in turn.",
         **shape,
     )
     kernels.add_argument(
@@ -61,7 +61,7 @@ def add_bench(commands: Any, **shape: Any) -> None:
         "--prefill", type=int, action="append", metavar="N", help="contexts whose time to first token to take"
     )
     decode.add_argument("--repeats", type=int, default=5, metavar="N", help="decodes of each case (5)")
-    decode.add_argument("--steps", type=int, default=64, metavar="N", help="tokens of each decode (64)")
+    decode.add_argument("--steps", type=int, default=64, metavar="N", help="timed tokens of each decode (64)")
     decode.add_argument("--utilization", type=float, default=0.95, metavar="F", help="of the card's memory (0.95)")
     decode.add_argument("--picture", metavar="FILE", help="write a PNG: time a token against context")
     decode.set_defaults(run=run_decode, prog="pagelocks bench decode")

@@ -126,7 +126,7 @@ class Measurement:
         A folder with a config.json; weights are drawn at random.
     cases : decode timings;  prefills : contexts whose time to first token is taken
     steps, repeats : int
-        Tokens of a decode, eight at its start not counted, and decodes of each case.
+        Timed tokens of a decode, those after the first, and decodes of each case.
     locks : options of LOCKS, or None for dense
     utilization : float
         Of the card's memory.
@@ -191,10 +191,10 @@ def run_side(plan: Measurement) -> Iterator[dict[str, Any]]:
         generate(case.contexts, 8, False, number)
         times = []
         for repeat in range(plan.repeats):
-            metrics = [o.metrics for o in generate(case.contexts, plan.steps + 8, False, number + repeat)]
+            metrics = [o.metrics for o in generate(case.contexts, plan.steps + 1, False, number + repeat)]
             # From the moment all have a token, to the last token of all: nobody waits, everybody decodes.
             begin, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
-            times.append((end - begin) / (plan.steps + 7) * 1e3)
+            times.append((end - begin) / plan.steps * 1e3)
         yield {
             "case": case.name if plan.locks is not None else case.batch,
             "tpot_ms": times,
