@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagelocks import LocksConfig
 from pagelocks.kernels import Caches, KernelShape, Pipeline, Rows
 from pagelocks.summary import summarize
 
@@ -131,3 +133,33 @@ def pipeline_of(shape: KernelShape, lengths: list[int], capacity: int | None = N
 def stream() -> int:
     """The current stream's handle."""
     return int(torch.cuda.current_stream().cuda_stream)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SHAPES = [
+    # head_dim, kv heads, group, block size, dtype, rank
+    (128, 4, 8, 16, BF16, 8),
+    (128, 8, 4, 16, BF16, 8),
+    (64, 3, 3, 16, BF16, 8),
+    (64, 2, 7, 48, BF16, 8),
+    (128, 2, 6, 32, FP16, 8),
+    (256, 2, 8, 64, BF16, 8),
+    (128, 1, 16, 16, BF16, 8),
+    (128, 1, 20, 16, FP16, 8),
+    (64, 16, 1, 128, BF16, 8),
+    (32, 2, 2, 16, BF16, 4),
+    (128, 5, 5, 16, BF16, 3),
+    (256, 1, 40, 16, FP16, 7),
+]
+IDS = ["-".join(str(part).replace("torch.", "") for part in shape) for shape in SHAPES]
+
+
+def shape_of(numbers: tuple[Any, ...], **changes: Any) -> KernelShape:
+    *sizes, rank = numbers
+    return KernelShape(*sizes, LocksConfig(**{"budget": 128, "rank": rank, **changes}))
+
+
+def planned(case: Case, dense_below: int = 0, capacity: int | None = None) -> Any:
+    pipeline = pipeline_of(case.shape, case.lengths, capacity)
+    pipeline.plan(stream(), case.rows, dense_below)
+    return pipeline
