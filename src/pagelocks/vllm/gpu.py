@@ -226,6 +226,10 @@ def pipeline_of(state: LocksState, shape: KernelShape, vllm_config: VllmConfig) 
     device = torch.device("cuda", torch.cuda.current_device())
     pipeline = Pipeline(shape, max_rows, completed, int(capacity), device)
     pipeline.warm_up()
+    logger.info(
+        "LOCKS scores up to %d pages a step, over all its sparse rows; a row past that attends everything.",
+        pipeline.capacity,
+    )
     state.pipelines[shape] = pipeline
     return pipeline
 
