@@ -29,8 +29,10 @@ class Attend:
         defines |= {"WARPS": warps, "STAGES": stages, "SHARED_BYTES": shared}
         self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiiif", 32 * warps, shared)
         self.parts = blocks * torch.cuda.get_device_properties(device).multi_processor_count
-        self._partial_output = torch.empty(2 * self.parts, members, shape.head_dim, device=device)
-        self._partial_sum = torch.empty(2 * self.parts, members, 2, device=device)
+        # The type is named: vLLM makes layers under a default of the model's own.
+        size = (2 * self.parts, members)
+        self._partial_output = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_sum = torch.empty(*size, 2, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(max_rows * shape.kv_heads * tiles, dtype=torch.int32, device=device)
 
     def __call__(

@@ -49,7 +49,8 @@ class Score:
         self.log_mass = torch.empty(shape.kv_heads, capacity, shape.group, dtype=torch.float32, device=device)
         # Rows and blocks both follow the pages, so a block and a row it works on are at a slot of their own, their sum.
         self.slots = (self.parts + max_rows) * self.subs
-        self.partial = torch.empty(shape.kv_heads, shape.group, self.slots, 2, device=device)
+        size = (shape.kv_heads, shape.group, self.slots, 2)
+        self.partial = torch.empty(size, dtype=torch.float32, device=device)
 
     def __call__(
         self,
