@@ -118,10 +118,13 @@ def make_case(
     return case
 
 
-def pipeline_of(shape: KernelShape, lengths: list[int], capacity: int | None = None) -> Pipeline:
+def pipeline_of(shape: KernelShape, lengths: list[int], capacity: int | None = None, joint: bool = False) -> Pipeline:
     """A pipeline that fits the rows, its outputs poisoned."""
     pages = sum(n // 16 for n in lengths) + 8 if capacity is None else capacity
-    pipeline = Pipeline(shape, len(lengths), sum(lengths) // 16 + len(lengths), pages, DEVICE, logical=True)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as where vLLM makes layers
+    pipeline = Pipeline(shape, len(lengths), sum(lengths) // 16 + len(lengths), pages, DEVICE, True, joint)
+    torch.set_default_dtype(default)
     pipeline.score.log_mass.fill_(torch.nan)
     pipeline.score.partial.fill_(torch.nan)
     pipeline.select.pages.fill_(-7)
@@ -159,7 +162,7 @@ def shape_of(numbers: tuple[Any, ...], **changes: Any) -> KernelShape:
     return KernelShape(*sizes, LocksConfig(**{"budget": 128, "rank": rank, **changes}))
 
 
-def planned(case: Case, dense_below: int = 0, capacity: int | None = None) -> Any:
-    pipeline = pipeline_of(case.shape, case.lengths, capacity)
+def planned(case: Case, dense_below: int = 0, capacity: int | None = None, joint: bool = False) -> Any:
+    pipeline = pipeline_of(case.shape, case.lengths, capacity, joint)
     pipeline.plan(stream(), case.rows, dense_below)
     return pipeline

@@ -21,15 +21,17 @@ def test_plan(numbers: tuple[Any, ...]) -> None:
     case = make_case(shape_of(numbers), LENGTHS, 0, build=False)
     for dense_below, capacity in ((0, None), (700, None), (0, 135), (10**6, None)):
         pipeline = planned(case, dense_below, capacity)
-        scored = attended = 0
+        scored = attended = dense = 0
         for row, length in enumerate(LENGTHS):
             selects = length > max(128, dense_below) and scored + length // 16 <= pipeline.capacity
             if length > max(128, dense_below) and not selects:
                 pipeline.capacity = -1  # no later row fits either
             scored += length // 16 if selects else 0
             attended += 8 if selects else -(-length // 16)
+            dense += 0 if selects else -(-length // 16)
             assert pipeline.plan_of_step.score_start[row + 1] == scored
             assert pipeline.plan_of_step.attend_start[row + 1] == attended
+            assert pipeline.plan_of_step.dense_start[row + 1] == dense
 
 
 def check_scores(case: Case, pipeline: Any) -> None:
@@ -119,12 +121,12 @@ def check_selection(case: Case, pipeline: Any, exact: bool) -> None:
         assert pipeline.select.pages[row].equal(physical)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(("rows", "row_pages"), [(1, 700), (3, 700), (40, 700), (1, 5000), (3, 5000)])
 @pytest.mark.parametrize("kind", ["equal", "few values", "infinite", "one page has all", "nan"])
-def test_select_of_hard_shares(kind: str, rows: int) -> None:
+def test_select_of_hard_shares(kind: str, rows: int, row_pages: int) -> None:
     """Ties go to the lower page; pages that must be read exactly come first."""
     shape = shape_of((64, 4, 4, 16, BF16, 8))
-    lengths = [16 * 700 + 5 * row for row in range(rows)]
+    lengths = [16 * row_pages + 5 * row for row in range(rows)]
     generator = torch.Generator(DEVICE).manual_seed(7)
     case = make_case(shape, lengths, 7, build=False)
     pipeline = planned(case)
@@ -171,6 +173,33 @@ def test_attend(numbers: tuple[Any, ...], fused: bool) -> None:
             arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
             pipeline.decode(stream(), case.rows, *arguments)
             check_output(case, pipeline, output)
+
+
+JOINT = [(numbers, rows) for numbers in SHAPES for rows in (1, 2, 4) if numbers[2] <= 8 and numbers[1] * rows <= 16]
+
+
+@pytest.mark.parametrize(("numbers", "rows"), [each for each in JOINT if each[0][0] <= 128])
+@pytest.mark.parametrize("budget", [128, 2048])
+def test_select_and_attend_in_one(numbers: tuple[Any, ...], rows: int, budget: int) -> None:
+    """The pages are those of the two kernels apart; rows that attend everything beside those that select."""
+    shape = shape_of(numbers, budget=budget, sink_pages=2, recent_pages=2)
+    for lengths in ([5003, 2100, 40, 2600], [2049, 9000, 3001, 0], [40_000, 300, 5000, 33_333]):
+        case = make_case(shape, lengths[:rows], rows, build=False)
+        apart, joint = planned(case), planned(case, joint=True)
+        assert joint.is_joint(rows)
+        whole = rows_of(case.lengths, case.lengths, case.table)
+        apart.plan(stream(), whole)
+        apart.build(stream(), whole, case.caches)
+        seen = []
+        for pipeline in (apart, joint, joint):
+            output = torch.full_like(case.query, torch.nan)
+            pipeline.plan(stream(), case.rows)
+            arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
+            pipeline.decode(stream(), case.rows, *arguments)
+            check_output(case, apart, output)
+            seen.append(output)
+        assert (joint.select.pages == -7).all()
+        assert seen[1].view(torch.int16).equal(seen[2].view(torch.int16))
 
 
 def check_output(case: Case, pipeline: Any, output: torch.Tensor) -> None:
@@ -262,16 +291,17 @@ def long_rows(lengths: list[int], blocks: int, seed: int) -> Case:
     return case
 
 
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "in one"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     ("lengths", "blocks"),
     [([40_000, 33_001], 6000), ([50_000, 32_769, 70_001, 34_000], 14_000), ([262_145] * 4, 66_000)],
     ids=["2 rows", "4 rows", "4 x 262145, block ids above 65,536"],
 )
-def test_several_long_rows(lengths: list[int], blocks: int, in_graph: bool) -> None:
+def test_several_long_rows(lengths: list[int], blocks: int, in_graph: bool, joint: bool) -> None:
     """More pages a row than one block of `select` takes alone, in several rows: clusters, and parts that cross rows."""
     case = long_rows(lengths, blocks, len(lengths))
-    pipeline, rows = planned(case), case.rows
+    pipeline, rows = planned(case, joint=joint), case.rows
     output = torch.full_like(case.query, torch.nan)
 
     def step() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagelocks import LocksConfig
-from pagelocks.kernels import KernelShape, attend, build, compiler, plan, score, select
+from pagelocks.kernels import KernelShape, attend, build, compiler, pipeline, plan, score, select, select_attend
 
 SHAPES = [
     KernelShape(128, 4, 8, 16, torch.bfloat16, LocksConfig()),
@@ -42,7 +42,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     Recorded.made = []
     device = torch.device("cpu")
     properties = type("Properties", (), {"multi_processor_count": 132})
-    modules = [patch.object(module, "Kernel", Recorded) for module in (plan, build, score, select, attend)]
+    modules = [
+        patch.object(module, "Kernel", Recorded) for module in (plan, build, score, select, attend, select_attend)
+    ]
     card = patch.object(torch.cuda, "get_device_properties", lambda device: properties)
     for each in (*modules, card):
         each.start()
@@ -52,6 +54,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         scored = score.Score(shape, 4, 100, device)
         chosen = select.Select(shape, scored, 4, False, device)
         chosen.warm_up(1)
+        joint = select_attend.SelectAttend(shape, scored, chosen)
+        if joint.takes(1):
+            joint.warm_up(1)
         attend.Attend(shape, 4, device)
         yield Recorded.made
     finally:
@@ -62,7 +67,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
 def test_they_compile_with_parameters_of_the_size_that_python_packs(kernels: list[Any]) -> None:
     import struct
 
-    assert {name for name, *_ in kernels} == {"plan", "build", "score", "select", "attend"}
+    assert {name for name, *_ in kernels} - {"select_attend"} == {"plan", "build", "score", "select", "attend"}
     for name, function, defines, parameters, threads, shared in kernels:
         size = struct.calcsize(f"@{parameters}")
         size = -(-size // 8) * 8  # C pads a struct with pointers to eight bytes, struct does not
@@ -79,16 +84,36 @@ def test_parameters_are_in_the_order_of_the_struct(kernels: list[Any]) -> None:
     """Field by field: pointers as P, 64-bit numbers as q, 32-bit ones as i, floats as f."""
     kinds = {"i64": "q", "int": "i", "float": "f"}
     for name, _, defines, parameters, *_ in kernels:
-        struct_text = re.search(r"struct Params \{(.*?)\n\};", compiler.source_of(name, defines), re.S)
-        assert struct_text
+        source = compiler.source_of(name, defines)
+        structs = dict(re.findall(r"struct (Params|Scored) \{(.*?)\n\};", source, re.S))
         found = ""
-        for line in struct_text[1].splitlines():
+        for line in structs["Params"].replace("  Scored scored;", structs.get("Scored", "")).splitlines():
             for declaration in re.sub(r"//.*", "", line).split(";"):
                 words = declaration.strip()
                 if words:
                     count = words.count(",") + 1
                     found += "P" * count if "*" in words else kinds[words.split()[0]] * count
         assert found == parameters, name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_workspace_has_its_own_types(shape: KernelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes layers, and so the workspace, while PyTorch's default type is the model's."""
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for module in (plan, build, score, select, attend, select_attend):
+        monkeypatch.setattr(module, "Kernel", lambda *args: None)
+    monkeypatch.setattr(pipeline.Pipeline, "warm_up", lambda self: None)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = pipeline.Pipeline(shape, 4, 64, 100, torch.device("cpu"), logical=True)
+    finally:
+        torch.set_default_dtype(default)
+    parts = (made.plan_of_step, made.score, made.select, made._attend)
+    tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) >= 13
+    assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int32}
 
 
 def test_a_kernel_that_does_not_compile_says_so() -> None:

@@ -119,13 +119,25 @@ class Layers:
         keys, values = self.keys_and_values(layer)
         self.pipeline.attend(_stream(), self.decode_rows, self.query, keys, values, self.output, self.scale)
 
+    def select_attend(self, layer: int) -> None:
+        """Selection and attention of one layer, in one kernel."""
+        keys, values = self.keys_and_values(layer)
+        self.pipeline.select_attend(_stream(), self.decode_rows, self.query, keys, values, self.output, self.scale)
+
+    def decode(self, layer: int) -> None:
+        """All that one layer launches in a decode step."""
+        keys, values = self.keys_and_values(layer % len(self.caches))
+        records = self.records[layer % len(self.records)]
+        tensors = (self.query, keys, values, records, self.output)
+        self.pipeline.decode(_stream(), self.decode_rows, *tensors, self.scale)
+
     def build(self, layer: int, whole: Rows) -> None:
         """The records of one layer."""
         self.pipeline.build(_stream(), whole, self.all_layers, layer)
 
 
 def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gbps: float) -> Iterator[Timing]:
-    """Time build, score, select, attention over the chosen pages, and attention over all of them."""
+    """Time build, score, select, attention over the chosen pages, over all, and a layer of a decode step as a whole."""
     layers = Layers(shape, context, rows)
     pipeline, config = layers.pipeline, shape.config
     pages = rows * (context // 16) * shape.kv_heads
@@ -158,11 +170,17 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
         count = len(layers.caches)
         chosen = rows * shape.kv_heads * config.budget_pages * page_bytes
         yield timing("attend, chosen pages", over(count, layers.attend), count, chosen)
+        if pipeline.is_joint(rows):
+            yield timing("select and attend in one", over(count, layers.select_attend), count, chosen)
+        count = max(len(layers.records), len(layers.caches))
+        scored = pages * shape.layout.record_bytes
+        yield timing("decode, chosen pages", over(count, layers.decode), count, scored + chosen)
     pipeline.plan(_stream(), layers.decode_rows, dense_below=1 << 30)
     yield timing("score, nothing to do", over(20, lambda _: layers.score(0)), 20, 0)
     yield timing("select, nothing to do", over(20, lambda _: layers.select()), 20, 0)
     count = len(layers.caches)
     yield timing("attend, all pages", over(count, layers.attend), count, pages * page_bytes)
+    yield timing("decode, all pages", over(count, layers.decode), count, pages * page_bytes)
     dense = flash_attention(layers)
     if dense is not None:
         yield timing("FlashAttention 3", over(count, dense), count, pages * page_bytes)

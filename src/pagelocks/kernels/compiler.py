@@ -34,11 +34,20 @@ def _call(function: Any, *args: Any) -> Any:
     return rest[0] if len(rest) == 1 else rest
 
 
+HEADERS = {
+    "select": ("select.cuh",),
+    "attend": ("page.cuh",),
+    "select_attend": ("select.cuh", "page.cuh"),
+}
+"""What a kernel file needs ahead of it, beside common.cuh."""
+
+
 def source_of(name: str, defines: Mapping[str, int]) -> str:
     """The text that is compiled for kernel file `name`: numbers, what is shared, the kernel."""
     folder = files(__package__) / "cuda"
     lines = [f"#define {key} {value}\n" for key, value in defines.items()]
-    return "".join(lines) + (folder / "common.cuh").read_text() + (folder / f"{name}.cu").read_text()
+    parts = ("common.cuh", *HEADERS.get(name, ()), f"{name}.cu")
+    return "".join(lines) + "".join((folder / part).read_text() for part in parts)
 
 
 def compile_kernel(name: str, defines: Mapping[str, int], arch: str = "sm_90a") -> bytes:

@@ -14,6 +14,7 @@ from .caches import Caches
 from .plan import Plan
 from .score import Score
 from .select import Select
+from .select_attend import SelectAttend
 from .shape import KernelShape
 
 
@@ -61,6 +62,8 @@ class Pipeline:
     device : torch.device
     logical : bool
         Also give the selected pages as numbers of the sequence, for tests and traces.
+    joint : bool
+        Whether steps of few rows may select and attend in one kernel, which leaves no list of pages.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Pipeline:
         capacity: int,
         device: torch.device,
         logical: bool = False,
+        joint: bool = True,
     ) -> None:
         self.shape, self.max_rows, self.max_completed, self.capacity = shape, max_rows, max_completed, capacity
         self.plan_of_step = Plan(shape, max_rows, max_completed, capacity, device)
@@ -78,12 +82,18 @@ class Pipeline:
         self.score = Score(shape, max_rows, capacity, device)
         self.select = Select(shape, self.score, max_rows, logical, device)
         self._attend = Attend(shape, max_rows, device)
+        self._select_attend = SelectAttend(shape, self.score, self.select)
+        self.joint = joint
         self._completed_count = self.plan_of_step.completed_start[:1]
 
     def warm_up(self) -> None:
         """Compile for every number of rows, so that no step has to."""
         for rows in range(1, self.max_rows + 1):
-            self.select.warm_up(rows)
+            (self._select_attend if self.is_joint(rows) else self.select).warm_up(rows)
+
+    def is_joint(self, rows: int) -> bool:
+        """Whether a step of this many decode rows selects and attends in one kernel."""
+        return self.joint and self._select_attend.takes(rows)
 
     def plan(self, stream: int, rows: Rows, dense_below: int | None = None, mark: Caches | None = None) -> None:
         """Once a step, before anything else.
@@ -118,12 +128,29 @@ class Pipeline:
         self._build(stream, caches, layer, pages, count, most)
 
     def attend(
+        self,
+        stream: int,
+        rows: Rows,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        scale: float,
+        *,
+        only_dense: bool = False,
+    ) -> None:
+        """Attention of the decode rows over the pages that were selected, or all; or, ahead of the others' `score` and
+        `select_attend`, of the rows that attend everything."""
+        plan, tensors = self.plan_of_step, (query, keys, values, output, rows.block_table, self.select.pages)
+        starts = (plan.score_start, plan.dense_start if only_dense else plan.attend_start)
+        self._attend(stream, *tensors, *starts, plan.lengths, rows.decode, scale, followed=only_dense)
+
+    def select_attend(
         self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
     ) -> None:
-        """Attention of the decode rows over the pages that were selected, or all."""
-        plan, table, pages = self.plan_of_step, rows.block_table, self.select.pages
-        starts = (plan.score_start, plan.attend_start)
-        self._attend(stream, query, keys, values, output, table, pages, *starts, plan.lengths, rows.decode, scale)
+        """Selection and attention of the decode rows that select."""
+        plan, tensors = self.plan_of_step, (query, keys, values, output, rows.block_table)
+        self._select_attend(stream, *tensors, plan.score_start, plan.lengths, rows.decode, scale)
 
     def decode(
         self,
@@ -138,6 +165,12 @@ class Pipeline:
     ) -> None:
         """Score, select and attend."""
         table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
+        joint, attended = self.is_joint(rows.decode), (query, keys, values, output, scale)
+        if joint:  # first what is soon done where no row attends everything
+            self.attend(stream, rows, *attended, only_dense=True)
         self.score(stream, query, records, table, start, rows.decode, scale)
-        self.select(stream, table, start, lengths, rows.decode)
-        self.attend(stream, rows, query, keys, values, output, scale)
+        if joint:
+            self.select_attend(stream, rows, *attended)
+        else:
+            self.select(stream, table, start, lengths, rows.decode)
+            self.attend(stream, rows, *attended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,31 @@ from .shape import KernelShape
 
 KEYS = 8192
 """Pages of a block whose shares fit its shared memory; others stay in global memory."""
-BINS = 2048
+SCORED = "PPPPPqqqiiiiii"
+"""The fields of select.cuh's `Scored`."""
+
+
+def selection_defines(shape: KernelShape, score: Score, threads: int, keys: int, cluster: int) -> dict[str, int]:
+    """What select.cuh must know when it is compiled."""
+    defines = shape.defines("GROUP", "KV_HEADS", "PAGES_A_BLOCK")
+    return defines | {"SUBS": score.subs, "THREADS": threads, "KEYS": keys, "CLUSTER": cluster}
+
+
+def selection_bytes(shape: KernelShape, threads: int, keys: int, cluster: int) -> int:
+    """Shared memory that holds select.cuh's `Selection`."""
+    warps = threads // 32
+    histograms, table = (6 if cluster > 1 else 4) * 2048 * 4, 4 * (keys // shape.pages_a_block + 2)
+    heads = shape.group * (8 * max(1, warps // shape.group) + 4)
+    return 4 * max(1, keys) + table + histograms + heads + 12 * warps + 8 * cluster + 256
+
+
+def scored(shape: KernelShape, score: Score, block_table: Tensor, start: Tensor, keys: Tensor, rows: int) -> list[Any]:
+    """The values of `Scored`."""
+    config = shape.config
+    tensors = (score.log_mass, score.partial, start, block_table, keys)
+    strides = (block_table.stride(0), score.capacity, score.slots)
+    pages = (config.budget_pages, config.sink_pages, config.recent_pages)
+    return [*(t.data_ptr() for t in tensors), *strides, rows, score.parts, LEAST_PAGES, *pages]
 
 
 class Select:
@@ -23,6 +49,8 @@ class Select:
         Physical pages, block * pages a block + page within it, in the order of the sequence; of rows that select.
     logical : int32, the same shape, or None
         The same as page numbers of the sequence, where asked for.
+    keys : int32 (kv_heads, capacity)
+        Workspace: shares that do not fit shared memory.
     """
 
     def __init__(self, shape: KernelShape, score: Score, max_rows: int, logical: bool, device: torch.device) -> None:
@@ -46,14 +74,9 @@ class Select:
         cluster = self.cluster(rows)
         threads = 1024 if cluster >= 8 else 512  # two blocks a processor where there are many
         if cluster not in self._kernels:
-            defines = self.shape.defines("GROUP", "KV_HEADS", "PAGES_A_BLOCK")
-            defines |= {"SUBS": self.score.subs, "THREADS": threads, "KEYS": KEYS}
-            group = self.shape.group
-            pieces = 8 * group * max(1, threads // 32 // group)
-            fixed = 4 * BINS * 4 + 16 * 2 * 4 + threads // 32 * 12 + pieces + 8 * group + 64
-            shared = -(-fixed // 16) * 16 + KEYS * 4
-            defines["SHARED_BYTES"] = shared
-            kernel = Kernel("select", "select_pages", defines, "PPPPPPPPqqqiiiiii", threads, shared, cluster)
+            shared = selection_bytes(self.shape, threads, KEYS, cluster)
+            defines = selection_defines(self.shape, self.score, threads, KEYS, cluster) | {"SHARED_BYTES": shared}
+            kernel = Kernel("select", "select_pages", defines, SCORED + "PPP", threads, shared, cluster)
             self._kernels[cluster] = kernel
 
     def __call__(self, stream: int, block_table: Tensor, start: Tensor, lengths: Tensor, rows: int) -> None:
@@ -67,25 +90,11 @@ class Select:
         """
         self.warm_up(rows)
         cluster = self.cluster(rows)
-        config = self.shape.config
         self._kernels[cluster].launch(
             stream,
             (cluster * rows * self.shape.kv_heads, 1),
-            self.score.log_mass.data_ptr(),
-            self.score.partial.data_ptr(),
-            start.data_ptr(),
+            *scored(self.shape, self.score, block_table, start, self.keys, rows),
             lengths.data_ptr(),
-            block_table.data_ptr(),
             self.pages.data_ptr(),
             0 if self.logical is None else self.logical.data_ptr(),
-            self.keys.data_ptr(),
-            block_table.stride(0),
-            self.score.capacity,
-            self.score.slots,
-            rows,
-            self.score.parts,
-            LEAST_PAGES,
-            config.budget_pages,
-            config.sink_pages,
-            config.recent_pages,
         )

@@ -5,7 +5,7 @@
 // and keeps a running softmax; warps merge at the end of a row and head, blocks through partial results in global
 // memory, which the last of them to arrive adds up, in order.
 //
-// Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, WARPS, STAGES, SHARED_BYTES; FP16 or not.
+// Needs, beside what page.cuh does: PAGES_A_BLOCK, KV_HEADS, WARPS, STAGES, SHARED_BYTES; FP16 or not.
 
 struct Params {
   const u16* query;          // (rows, KV_HEADS * GROUP, HEAD_DIM)
@@ -24,19 +24,13 @@ struct Params {
   i64 block_stride, token_stride, head_stride;    // of keys and values, elements
   i64 table_stride;
   int rows, parts, least_pages, budget_pages;
+  int followed;              // whether the next kernel is one of ours, which waits where it must
   float scale;
 };
 
-constexpr int MEMBERS = GROUP < 16 ? GROUP : 16;       // query heads at a time
 constexpr int TILES = (GROUP + MEMBERS - 1) / MEMBERS;
 constexpr int ITEMS = KV_HEADS * TILES;                // a row
-constexpr bool UPPER = MEMBERS > 8;                    // rows 8 to 15 of an operand are in use
-constexpr int DEPTH = HEAD_DIM / 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_CHUNKS = HEAD_DIM / 8;               // of 16 bytes
-constexpr int SWIZZLE = ROW_CHUNKS < 8 ? ROW_CHUNKS - 1 : 7;  // spreads eight rows over the banks
-constexpr int HALF_STAGE = PAGE * HEAD_DIM * 2;        // bytes of a page's keys
-constexpr int STAGE_BYTES = 2 * HALF_STAGE;
 
 struct Merge {
   float output[WARPS][MEMBERS][HEAD_DIM];
@@ -93,9 +87,10 @@ struct Walk {
   DEVICE_MEMBER int tokens_of_page() const { return page == pages - 1 ? length - (length - 1) / PAGE * PAGE : PAGE; }
 };
 
-DEVICE int physical_page(const Params& p, const Walk& w) {
-  if (w.selects) return p.pages[((i64)w.row * KV_HEADS + w.item / TILES) * p.budget_pages + w.page];
-  return p.block_table[w.row * p.table_stride + w.page / PAGES_A_BLOCK] * PAGES_A_BLOCK + w.page % PAGES_A_BLOCK;
+// The physical page of page `page` of the walk's item.
+DEVICE int physical_page(const Params& p, const Walk& w, int page) {
+  if (w.selects) return p.pages[((i64)w.row * KV_HEADS + w.item / TILES) * p.budget_pages + page];
+  return p.block_table[w.row * p.table_stride + page / PAGES_A_BLOCK] * PAGES_A_BLOCK + page % PAGES_A_BLOCK;
 }
 
 // Of `count` blocks that call this for the same counter, true for the last; what the others wrote before is then
@@ -108,135 +103,62 @@ DEVICE bool is_last(u32* counter, u32 count) {
 
 DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, int parts) {
   Merge& merge = *(Merge*)(raw + WARPS * STAGES * STAGE_BYTES);
-  const int warp = threadIdx.x >> 5, lane = lane_id(), g = lane >> 2, x = lane & 3;
+  const int warp = threadIdx.x >> 5, lane = lane_id();
   const u32 ring = shared_address(raw) + warp * (STAGES * STAGE_BYTES);
   Walk now, ahead;
   now.find(p, low, high, warp);
   ahead = now;
+  u32 query[DEPTH][2 * HALVES];
+  auto load_item = [&] {
+    const u16* queries = p.query + now.row * p.query_stride + now.item / TILES * (GROUP * HEAD_DIM);
+    load_queries(query, queries, now.item % TILES * MEMBERS);
+  };
+  // Of the warp's next 32 pages in the item a lane has one, so that copies do not wait for one load after the other.
   bool more = true;
-  while (more && ahead.page >= ahead.end) more = ahead.next_item(p, low, high, warp);
-  int next = more ? physical_page(p, ahead) : 0;
+  int physical = 0, used = 0;
+  auto look_ahead = [&] {
+    while (more && ahead.page >= ahead.end) more = ahead.next_item(p, low, high, warp);
+    const int page = ahead.page + lane * WARPS;
+    if (more && page < ahead.end) physical = physical_page(p, ahead, page);
+    used = 0;
+  };
+  look_ahead();
   auto issue = [&](int stage) {
     if (more) {
-      const int left = ahead.tokens_of_page();
+      const int left = ahead.tokens_of_page(), next = __shfl_sync(FULL, physical, used);
       const i64 base = (i64)(next / PAGES_A_BLOCK) * p.block_stride + (i64)(next % PAGES_A_BLOCK) * PAGE * p.token_stride +
                        (ahead.item / TILES) * p.head_stride;
       const u32 to = ring + stage * STAGE_BYTES;
 #pragma unroll
-      for (int i = 0; i < PAGE * ROW_CHUNKS / 32; i++) {
-        int at = i * 32 + lane, token = at / ROW_CHUNKS, chunk = at % ROW_CHUNKS;
-        i64 from = base + token * p.token_stride + chunk * 8;
-        u32 place = to + token * (HEAD_DIM * 2) + ((chunk ^ (token & SWIZZLE)) << 4);
-        copy_async_16(place, p.keys + from, token < left);  // a token past the end may hold NaN: zeros instead
-        copy_async_16(place + HALF_STAGE, p.values + from, token < left);
-      }
+      for (int i = 0; i < PAGE * ROW_CHUNKS / 32; i++)
+        copy_chunk(to, p.keys + base, p.values + base, p.token_stride, i * 32 + lane, left);
       ahead.page += WARPS;
-      while (more && ahead.page >= ahead.end) more = ahead.next_item(p, low, high, warp);
-      if (more) next = physical_page(p, ahead);  // one page early: the next copy need not wait for it
+      if (++used == 32 || ahead.page >= ahead.end) look_ahead();
     }
     copy_async_commit();
   };
   for (int s = 0; s < STAGES - 1; s++) issue(s);
+  load_item();
 
   int stage = 0;
   bool going = true;
   while (going) {
     const int head = now.item / TILES, tile = now.item % TILES;
     const int first_member = tile * MEMBERS;  // the last tile may be short
-    // Queries as operands, scaled so that logits come in base 2.
-    u32 query[DEPTH][UPPER ? 4 : 2];
-    {
-      const u16* from = p.query + now.row * p.query_stride + (head * GROUP + first_member) * HEAD_DIM;
-#pragma unroll
-      for (int half = 0; half < (UPPER ? 2 : 1); half++) {
-        const int member = half * 8 + g;
-        const bool real = member < MEMBERS && first_member + member < GROUP;
-        const u32* mine = (const u32*)(from + (real ? member : 0) * HEAD_DIM) + x;
-#pragma unroll
-        for (int k = 0; k < DEPTH; k++) {
-          query[k][half] = real ? mine[k * 8] : 0u;
-          query[k][(UPPER ? 2 : 1) + half] = real ? mine[k * 8 + 4] : 0u;
-        }
-      }
-    }
-    const float unit = p.scale * LOG2E;
-    float output[HEAD_DIM / 8][4];
-#pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; n++) output[n][0] = output[n][1] = output[n][2] = output[n][3] = 0.f;
-    float top[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
+    Softmax softmax;
+    softmax.clear();
 
     for (; now.page < now.end; now.page += WARPS) {
       copy_async_wait<STAGES - 2>();
       __syncwarp();
-      const u32 key = ring + stage * STAGE_BYTES, value = key + HALF_STAGE;
-      float logits[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < DEPTH; k++) {
-        // Matrices: tokens 0-7 and 8-15, dimensions 16 k to +7 and +8 to +15.
-        const int token = (lane & 7) + ((lane & 16) >> 1), chunk = 2 * k + ((lane & 8) >> 3);
-        u32 b[4];
-        load_matrices(b, key + token * (HEAD_DIM * 2) + ((chunk ^ (token & SWIZZLE)) << 4));
-        const u32 a0 = query[k][0], a1 = UPPER ? query[k][1] : 0u, a2 = query[k][UPPER ? 2 : 1], a3 = UPPER ? query[k][3] : 0u;
-        mma_elements(logits[0], a0, a1, a2, a3, b[0], b[1]);
-        mma_elements(logits[1], a0, a1, a2, a3, b[2], b[3]);
-      }
-      const int left = now.tokens_of_page();
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          logits[n][i] = n * 8 + 2 * x + (i & 1) < left ? logits[n][i] * unit : -INF;
-        }
-      }
-      u32 weights[4] = {};
-      float shrink[2] = {1.f, 1.f};
-#pragma unroll
-      for (int half = 0; half < (UPPER ? 2 : 1); half++) {
-        const int i = 2 * half;
-        float highest = fmaxf(fmaxf(logits[0][i], logits[0][i + 1]), fmaxf(logits[1][i], logits[1][i + 1]));
-        highest = fmaxf(quad_max(highest), top[half]);
-        const float base = highest > -INF ? highest : 0.f;
-        shrink[half] = exp2_fast(top[half] - base);
-        top[half] = highest;
-        float w0 = exp2_fast(logits[0][i] - base), w1 = exp2_fast(logits[0][i + 1] - base);
-        float w2 = exp2_fast(logits[1][i] - base), w3 = exp2_fast(logits[1][i + 1] - base);
-        sum[half] = sum[half] * shrink[half] + ((w0 + w1) + (w2 + w3));
-        weights[half] = elements(w0, w1);
-        weights[2 + half] = elements(w2, w3);
-      }
-      if (__any_sync(FULL, shrink[0] != 1.f || shrink[1] != 1.f)) {
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; n++) {
-          output[n][0] *= shrink[0], output[n][1] *= shrink[0];
-          if (UPPER) output[n][2] *= shrink[1], output[n][3] *= shrink[1];
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < DEPTH; k++) {
-        // Matrices: tokens 0-7, 8-15 of dimensions 16 k to +7, then of +8 to +15.
-        const int token = lane & 15, chunk = 2 * k + (lane >> 4);
-        u32 b[4];
-        load_matrices_transposed(b, value + token * (HEAD_DIM * 2) + ((chunk ^ (token & SWIZZLE)) << 4));
-        mma_elements(output[2 * k], weights[0], weights[1], weights[2], weights[3], b[0], b[1]);
-        mma_elements(output[2 * k + 1], weights[0], weights[1], weights[2], weights[3], b[2], b[3]);
-      }
+      attend_page(softmax, query, ring + stage * STAGE_BYTES, now.tokens_of_page(), p.scale * LOG2E);
       __syncwarp();
       issue((stage + STAGES - 1) % STAGES);
       if (++stage == STAGES) stage = 0;
     }
 
     // Merge the warps.
-#pragma unroll
-    for (int half = 0; half < (UPPER ? 2 : 1); half++) {
-      const int member = half * 8 + g;
-      float all = quad_sum(sum[half]);
-      if (x == 0) merge.top[warp][member] = top[half], merge.sum[warp][member] = all;
-      if (member < MEMBERS) {
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; n++)
-          *(float2*)&merge.output[warp][member][n * 8 + 2 * x] = make_float2(output[n][2 * half], output[n][2 * half + 1]);
-      }
-    }
+    store_softmax(softmax, &merge.output[warp][0][0], merge.top[warp], merge.sum[warp]);
     __syncthreads();
     const bool whole = now.begin == 0 && now.end == now.pages;
     const i64 slot = 2 * (i64)blockIdx.x + (now.begin == 0);
@@ -313,6 +235,7 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
       }
     }
     going = now.next_item(p, low, high, warp);
+    if (going) load_item();
     __syncthreads();  // the merge buffer is free again
   }
   copy_async_wait<0>();
@@ -320,6 +243,7 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 raw[];
+  if (p.followed) let_next_kernel_start();
   wait_for_previous_kernel();
   const int total = p.attend_start[p.rows] * ITEMS;
   const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
@@ -327,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
     attend_part(p, raw, part_begin(total, blockIdx.x, parts), part_begin(total, blockIdx.x + 1, parts), total, parts);
   }
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {  // padding, which later layers still compute with
-    if (p.attend_start[row] != p.attend_start[row + 1]) continue;
+    if (p.attend_start[row] != p.attend_start[row + 1] || p.score_start[row] != p.score_start[row + 1]) continue;
     for (int i = threadIdx.x; i < KV_HEADS * GROUP * HEAD_DIM / 2; i += THREADS) ((u32*)(p.output + row * p.output_stride))[i] = 0;
   }
 }

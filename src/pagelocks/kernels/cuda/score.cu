@@ -73,21 +73,25 @@ struct Query {
   float units[TILES][2];       // of heads 2 x and 2 x + 1
 };
 
-// `queries` are the KV head's own, GROUP of them.
-DEVICE void load_query(Query& q, const u16* queries, float scale) {
+// This lane's quarter of the query of head 8 tile + g; `queries` are the KV head's own, GROUP of them.
+DEVICE void fetch_query(u32 (&raw)[HEAD_DIM / 8], const u16* queries, int tile) {
+  const int query_head = tile * 8 + (lane_id() >> 2);
+  const u16* from = queries + (query_head < GROUP ? query_head : 0) * HEAD_DIM + (lane_id() & 3) * (HEAD_DIM / 4);
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 32; i++) {
+    const uint4 eight = ((const uint4*)from)[i];
+    raw[4 * i] = eight.x, raw[4 * i + 1] = eight.y, raw[4 * i + 2] = eight.z, raw[4 * i + 3] = eight.w;
+  }
+}
+
+// `raw` is what fetch_query fetched of the first tile.
+DEVICE void load_query(Query& q, u32 (&raw)[HEAD_DIM / 8], const u16* queries, float scale) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
-    int query_head = t * 8 + g;
-    bool real = query_head < GROUP;
-    const u16* from = queries + (real ? query_head : 0) * HEAD_DIM + x * (HEAD_DIM / 4);
-    u32 raw[HEAD_DIM / 8];
+    if (t > 0) fetch_query(raw, queries, t);
+    const bool real = t * 8 + g < GROUP;
     float largest = 0.f;
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 32; i++) {
-      const uint4 eight = ((const uint4*)from)[i];
-      raw[4 * i] = eight.x, raw[4 * i + 1] = eight.y, raw[4 * i + 2] = eight.z, raw[4 * i + 3] = eight.w;
-    }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++) {
       if (!real) raw[i] = 0;
@@ -277,7 +281,9 @@ struct Mass {
 // takes no registers from the usual way.
 static __device__ __noinline__ Mass score_group_again(const u16* queries, float scale, const u8* group) {
   Query q;
-  load_query(q, queries, scale);
+  u32 raw[HEAD_DIM / 8];
+  fetch_query(raw, queries, 0);
+  load_query(q, raw, queries, scale);
   Mass mass;
   score_group<true>(mass.of, q, group);
   return mass;
@@ -306,9 +312,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   Walk ahead{first_row, 0, 0};
   ahead.enter(p, low, high, sub);
   ahead.settle(p, low, high, sub, limit);
-  int block = block_of(p, ahead, limit);
-  // Copies the group that `ahead` is at, if that is for this warp to do, and moves on.
-  auto refill = [&](int stage, bool mine) {
+  int block = in_block == 0 ? block_of(p, ahead, limit) : -1;
+  auto queries_of = [&](int row) { return p.query + row * p.query_stride + head * (GROUP * HEAD_DIM); };
+  Query q;
+  u32 raw[HEAD_DIM / 8];
+  fetch_query(raw, queries_of(first_row), 0);  // ahead of the copies, behind which it would wait
+  // Copies the group that `ahead` is at, if that is for this warp to do, and moves on; the next may be for it to do.
+  auto refill = [&](int stage, bool mine, bool next) {
     if (ahead.row >= limit) return;
     if (mine) {
       const int pages = ahead.end - ahead.page < GROUP_PAGES ? ahead.end - ahead.page : GROUP_PAGES;
@@ -323,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
     }
     ahead.page += GROUP_PAGES * SUBS;
     ahead.settle(p, low, high, sub, limit);
-    block = block_of(p, ahead, limit);  // one group early: the next copy need not wait for it
+    if (next) block = block_of(p, ahead, limit);  // one group early: the next copy need not wait for it
   };
   auto is_last = [&](int stage) {  // of the warps that read this stage
     u32 before = 0;
@@ -333,9 +343,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
     }
     return __shfl_sync(FULL, before, 0) == HEADS_A_BLOCK - 1;
   };
-  for (int s = 0; s < STAGES; s++) refill(s, in_block == 0);
+#pragma unroll
+  for (int s = 0; s < STAGES; s++)  // by turns, so that none waits for one block after the other
+    refill(s, in_block == s % HEADS_A_BLOCK, s == STAGES - 1 || in_block == (s + 1) % HEADS_A_BLOCK);
 
-  Query q;
+  load_query(q, raw, queries_of(first_row), p.scale);
+
   int stage = 0;
   u32 parity = 0;
   Walk now{first_row, 0, 0};
@@ -344,8 +357,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
     float peak[TILES][2], sum[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) peak[t][0] = peak[t][1] = -INF, sum[t][0] = sum[t][1] = 0.f;
-    const u16* queries = p.query + now.row * p.query_stride + head * (GROUP * HEAD_DIM);
-    if (now.page < now.end) load_query(q, queries, p.scale);
+    const u16* queries = queries_of(now.row);
+    if (now.row > first_row && now.page < now.end) {
+      fetch_query(raw, queries, 0);
+      load_query(q, raw, queries, p.scale);
+    }
     float* out = p.log_mass + ((i64)head * p.capacity + p.start[now.row]) * GROUP;
     for (; now.page < now.end; now.page += GROUP_PAGES * SUBS) {
       barrier_wait(barrier + 8 * stage, parity);
@@ -360,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
         for (int t = 0; t < TILES; t++) mass[t][0] = again.of[t][0], mass[t][1] = again.of[t][1];
       }
       __syncwarp();
-      refill(stage, is_last(stage));
+      refill(stage, is_last(stage), true);
       if (++stage == STAGES) stage = 0, parity ^= 1;
       if (!real) continue;
       float* to = out + (i64)(now.page + g) * GROUP + 2 * x;

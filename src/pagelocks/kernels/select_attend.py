@@ -1,0 +1,83 @@
+"""Select and attend in one kernel, for steps of few rows; what it computes is what `Select` and `Attend` do."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .compiler import SHARED_MEMORY, Kernel
+from .score import Score
+from .select import SCORED, Select, scored, selection_bytes, selection_defines
+from .shape import KernelShape
+
+THREADS = 512
+KEYS = 4096
+"""Pages of a block whose shares fit its shared memory."""
+LEAST_CLUSTER = 8
+"""Blocks a row and head below which two kernels, which share work over rows, are faster."""
+
+
+class SelectAttend:
+    """The kernel of one shape; it works in `select`'s buffers but leaves no list of pages."""
+
+    def __init__(self, shape: KernelShape, score: Score, select: Select) -> None:
+        self.shape, self.score, self._select = shape, score, select
+        self._kernels: dict[int, Kernel] = {}
+
+    def takes(self, rows: int) -> bool:
+        """Whether steps of this many rows are for this kernel."""
+        return self._select.cluster(rows) >= LEAST_CLUSTER and self.shape.group <= 8 and self.shape.head_dim <= 128
+
+    def warm_up(self, rows: int) -> None:
+        """Compile what `rows` rows need."""
+        cluster, shape = self._select.cluster(rows), self.shape
+        if cluster in self._kernels:
+            return
+        share = -(-shape.config.budget_pages // cluster)
+        stage = 2 * 16 * shape.head_dim * 2
+        slices = 4 * shape.group * shape.head_dim + 8 * shape.group * cluster
+        fixed = selection_bytes(shape, THREADS, KEYS, cluster) + slices + 4 * share + 128 * 16 + 256
+        stages = min(THREADS // 32, share, (SHARED_MEMORY - fixed) // stage)
+        defines = selection_defines(shape, self.score, THREADS, KEYS, cluster)
+        defines |= shape.defines("HEAD_DIM")
+        shared = fixed + stages * stage
+        defines |= {"BUDGET_PAGES": shape.config.budget_pages, "STAGES": stages, "SHARED_BYTES": shared}
+        fields = SCORED + "PPPPPqqqqqf"
+        self._kernels[cluster] = Kernel("select_attend", "select_attend", defines, fields, THREADS, shared, cluster)
+
+    def __call__(
+        self,
+        stream: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        block_table: Tensor,
+        score_start: Tensor,
+        lengths: Tensor,
+        rows: int,
+        scale: float,
+    ) -> None:
+        """Select pages of the rows that `score_start` counts pages of and attend them; other rows are left alone.
+
+        Parameters
+        ----------
+        query, output : (rows, kv_heads * group, head_dim), rows strided
+        keys, values : (blocks, block_size, kv_heads, head_dim), same strides, the last 1
+        block_table : int32 (rows, blocks of a row)
+        score_start : int32 (rows + 1), from `Plan`
+        lengths : int32 (rows)
+        scale : float
+        """
+        self.warm_up(rows)
+        cluster = self._select.cluster(rows)
+        tensors = (query, keys, values, output, lengths)
+        self._kernels[cluster].launch(
+            stream,
+            (cluster * rows * self.shape.kv_heads, 1),
+            *scored(self.shape, self.score, block_table, score_start, self._select.keys, rows),
+            *(tensor.data_ptr() for tensor in tensors),
+            query.stride(0),
+            output.stride(0),
+            *keys.stride()[:3],
+            scale,
+        )
