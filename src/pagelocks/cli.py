@@ -99,7 +99,7 @@ def _add_locks(to: argparse.ArgumentParser) -> None:
     for flag, text in (
         ("--budget", "tokens that a step attends per KV head, a multiple of 16 (2048)"),
         ("--rank", "columns of a page's summary (8)"),
-        ("--dense-below", "requests of at most so many tokens attend everything (0; on a GPU 32768)"),
+        ("--dense-below", "requests of at most so many tokens attend everything (0; on a GPU 6144)"),
         ("--sink-pages", "first pages, always attended (1)"),
         ("--recent-pages", "last pages, always attended (1)"),
     ):

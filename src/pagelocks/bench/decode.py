@@ -172,9 +172,7 @@ def run_side(plan: Measurement) -> Iterator[dict[str, Any]]:
             for j, context in enumerate(contexts)
         ]
         extra = {"kv_transfer_params": {"prefill": True}} if prefill else None
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
-        )
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
         waits = [o.metrics.scheduled_ts - min(other.metrics.scheduled_ts for other in outputs) for o in outputs]
         if not prefill and max(waits) > 1.0:

@@ -87,10 +87,6 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
             raise Unsupported(found, "the kernels take one type for queries and keys", "Remove --kv-cache-dtype")
         for index, layer in enumerate(self._layers.values()):
             layer.impl.index = index
-        logger.warning_once(
-            "LOCKS on a GPU is a preview: one batch of several long contexts (4 x 262,144 tokens) is known to crash. "
-            "See docs/performance.md."
-        )
         describe_layers(state, self._layers, self.headdim, kv_cache_spec.dtype.itemsize)
         group = impl.num_heads // impl.num_kv_heads
         shape = KernelShape(

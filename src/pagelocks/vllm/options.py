@@ -16,7 +16,7 @@ PAGE_SIZE = 16
 """Tokens in a page under vLLM, whatever its block size."""
 
 
-GPU_DENSE_BELOW = 32768
+GPU_DENSE_BELOW = 6144
 """`dense_below` on a GPU, where none is given: on an H200 one sequence of GLM-4-9B's shape takes as long with LOCKS as
 without at this length, and longer below it (docs/performance.md)."""
 
