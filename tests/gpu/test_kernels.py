@@ -176,13 +176,14 @@ def test_attend(numbers: tuple[Any, ...], fused: bool) -> None:
 
 
 JOINT = [(numbers, rows) for numbers in SHAPES for rows in (1, 2, 4) if numbers[2] <= 8 and numbers[1] * rows <= 16]
+JOINT = [(*each, 128, 3000) for each in JOINT if each[0][0] <= 128]
+JOINT += [(SHAPES[0], rows, *more) for rows in (1, 4) for more in ((128, 0), (2048, 0), (2048, 10**6))]
 
 
-@pytest.mark.parametrize(("numbers", "rows"), [each for each in JOINT if each[0][0] <= 128])
-@pytest.mark.parametrize("budget", [128, 2048])
-def test_select_and_attend_in_one(numbers: tuple[Any, ...], rows: int, budget: int) -> None:
+@pytest.mark.parametrize(("numbers", "rows", "budget", "dense_below"), JOINT)
+def test_select_and_attend_in_one(numbers: tuple[Any, ...], rows: int, budget: int, dense_below: int) -> None:
     """The pages are those of the two kernels apart; rows that attend everything beside those that select."""
-    shape = shape_of(numbers, budget=budget, sink_pages=2, recent_pages=2)
+    shape = shape_of(numbers, budget=budget, sink_pages=2, recent_pages=2, dense_below=dense_below)
     for lengths in ([5003, 2100, 40, 2600], [2049, 9000, 3001, 0], [40_000, 300, 5000, 33_333]):
         case = make_case(shape, lengths[:rows], rows, build=False)
         apart, joint = planned(case), planned(case, joint=True)

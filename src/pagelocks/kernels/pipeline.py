@@ -148,7 +148,7 @@ class Pipeline:
     def select_attend(
         self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
     ) -> None:
-        """Selection and attention of the decode rows that select."""
+        """Selection and attention of the decode rows that select, and of the others where that is this kernel's."""
         plan, tensors = self.plan_of_step, (query, keys, values, output, rows.block_table)
         self._select_attend(stream, *tensors, plan.score_start, plan.lengths, rows.decode, scale)
 
@@ -166,7 +166,7 @@ class Pipeline:
         """Score, select and attend."""
         table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
         joint, attended = self.is_joint(rows.decode), (query, keys, values, output, scale)
-        if joint:  # first what is soon done where no row attends everything
+        if joint and not self._select_attend.all_rows:  # first, as it is soon done where no row attends everything
             self.attend(stream, rows, *attended, only_dense=True)
         self.score(stream, query, records, table, start, rows.decode, scale)
         if joint:

@@ -14,14 +14,24 @@ KEYS = 4096
 """Pages of a block whose shares fit its shared memory."""
 LEAST_CLUSTER = 8
 """Blocks a row and head below which two kernels, which share work over rows, are faster."""
+MOST_DENSE = 8192
+"""Tokens up to which a row that attends everything may be this kernel's."""
 
 
 class SelectAttend:
-    """The kernel of one shape; it works in `select`'s buffers but leaves no list of pages."""
+    """The kernel of one shape; it works in `select`'s buffers but leaves no list of pages.
+
+    Attributes
+    ----------
+    all_rows : bool
+        Whether rows that attend everything are its own too; `Attend`, with more blocks, is better at long ones.
+    """
 
     def __init__(self, shape: KernelShape, score: Score, select: Select) -> None:
         self.shape, self.score, self._select = shape, score, select
         self._kernels: dict[int, Kernel] = {}
+        self._dense = min(shape.config.dense_below, MOST_DENSE)
+        self.all_rows = shape.config.dense_below <= MOST_DENSE
 
     def takes(self, rows: int) -> bool:
         """Whether steps of this many rows are for this kernel."""
@@ -36,12 +46,13 @@ class SelectAttend:
         stage = 2 * 16 * shape.head_dim * 2
         slices = 4 * shape.group * shape.head_dim + 8 * shape.group * cluster
         fixed = selection_bytes(shape, THREADS, KEYS, cluster) + slices + 4 * share + 128 * 16 + 256
-        stages = min(THREADS // 32, share, (SHARED_MEMORY - fixed) // stage)
+        most = max(share, -(-self._dense // (16 * cluster)))
+        stages = min(THREADS // 32, most, (SHARED_MEMORY - fixed) // stage)
         defines = selection_defines(shape, self.score, THREADS, KEYS, cluster)
         defines |= shape.defines("HEAD_DIM")
         shared = fixed + stages * stage
         defines |= {"BUDGET_PAGES": shape.config.budget_pages, "STAGES": stages, "SHARED_BYTES": shared}
-        fields = SCORED + "PPPPPqqqqqf"
+        fields = SCORED + "PPPPPqqqqqif"
         self._kernels[cluster] = Kernel("select_attend", "select_attend", defines, fields, THREADS, shared, cluster)
 
     def __call__(
@@ -57,7 +68,9 @@ class SelectAttend:
         rows: int,
         scale: float,
     ) -> None:
-        """Select pages of the rows that `score_start` counts pages of and attend them; other rows are left alone.
+        """Select pages of the rows that `score_start` counts pages of and attend them.
+
+        Other rows attend everything, or get zeros if they have no tokens; or are left alone, unless `all_rows`.
 
         Parameters
         ----------
@@ -79,5 +92,6 @@ class SelectAttend:
             query.stride(0),
             output.stride(0),
             *keys.stride()[:3],
+            not self.all_rows,
             scale,
         )

@@ -3,7 +3,8 @@
 // One row and KV head is one cluster.  Its blocks select as in select.cuh, each chosen page goes straight to the block
 // whose turn it is, and each block attends its own, a warp a page; then block r gathers the r-th part of every block's
 // sums and writes it.  All that blocks tell one another are asynchronous stores that count on the receiver's mbarrier.
-// Rows that attend everything are left to attend.cu.
+// A row that attends everything does so in the same way, each block an even part of its pages, unless it is left to
+// attend.cu, which has more blocks for it.
 //
 // Needs, beside what select.cuh and page.cuh do: BUDGET_PAGES, STAGES (pages that a block holds at a time),
 // SHARED_BYTES; FP16 or not.
@@ -17,10 +18,11 @@ struct Params {
   const int* lengths;        // (rows)
   i64 query_stride, output_stride;              // elements
   i64 block_stride, token_stride, head_stride;  // of keys and values, elements
+  int only_selecting;        // whether rows that attend everything are attend.cu's
   float scale;
 };
 
-constexpr int SHARE = (BUDGET_PAGES + CLUSTER - 1) / CLUSTER;  // pages a block attends
+constexpr int SHARE = (BUDGET_PAGES + CLUSTER - 1) / CLUSTER;  // chosen pages a block attends
 constexpr int SLICE = GROUP * HEAD_DIM / CLUSTER;              // numbers of the output a block writes
 static_assert(GROUP <= 8 && STAGES <= WARPS && GROUP * HEAD_DIM % (2 * CLUSTER) == 0, "one tile, a warp a page");
 
@@ -45,10 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   Selection& s = ((Shared*)raw)->selection;
   const int warp = threadIdx.x >> 5, rank = (int)cluster_rank();
   const int item = blockIdx.x / CLUSTER, row = item / KV_HEADS, head = item % KV_HEADS;
-  const int mine = min(SHARE, max(0, BUDGET_PAGES - rank * SHARE));
+  const int listed = min(SHARE, max(0, BUDGET_PAGES - rank * SHARE));
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&a.list_ready), 1);
-    barrier_expect(shared_address(&a.list_ready), mine * 4);
+    barrier_expect(shared_address(&a.list_ready), listed * 4);
     barrier_init(shared_address(&a.received_ready), 1);
     barrier_expect(shared_address(&a.received_ready), CLUSTER * (SLICE + 2 * GROUP) * 4);
   }
@@ -57,18 +59,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   wait_for_previous_kernel();
   const int start = p.scored.start[row], pages = p.scored.start[row + 1] - start, length = p.lengths[row];
   const int blocks = pages <= ALONE ? 1 : CLUSTER, held = (length + PAGE - 1) / PAGE;
+  const bool selects = pages > 0;
+  u16* out = p.output + row * p.output_stride + head * (GROUP * HEAD_DIM);
   cluster_wait();
-  if (pages == 0) return;
+  if (!selects && p.only_selecting) return;
+  if (length == 0) {  // padding, which later layers still compute with
+    for (int at = threadIdx.x; at < SLICE / 2; at += THREADS) *(u32*)&out[rank * SLICE + 2 * at] = 0;
+    return;
+  }
   u32 query[DEPTH][2 * HALVES];
   load_queries(query, p.query + row * p.query_stride + head * (GROUP * HEAD_DIM), 0);
-  if (rank < blocks) {
+  if (selects && rank < blocks) {
     select_row(p.scored, s, row, start, pages, head, length, rank, blocks, [&](int place, int page, int physical) {
       const int to = place / SHARE;
       store_async(remote(&a.list[place % SHARE], to), (u32)physical, remote(&a.list_ready, to));
     });
   }
-  barrier_wait(shared_address(&a.list_ready), 0);
+  if (selects) barrier_wait(shared_address(&a.list_ready), 0);
 
+  // This block's part of the pages that are attended, of which the row's last is the last, and may be short.
+  const int attended = selects ? BUDGET_PAGES : held, each = selects ? SHARE : (held + CLUSTER - 1) / CLUSTER;
+  const int low = rank * each, mine = min(each, max(0, attended - low));
+  const int* table = p.scored.block_table + row * p.scored.table_stride;
+  auto physical_page = [&](int i) {
+    const int page = low + i;
+    return selects ? a.list[i] : table[page / PAGES_A_BLOCK] * PAGES_A_BLOCK + page % PAGES_A_BLOCK;
+  };
+  auto tokens_of = [&](int i) { return low + i == attended - 1 ? length - (held - 1) * PAGE : PAGE; };
   Softmax softmax;
   softmax.clear();
   for (int first = 0; first < mine; first += STAGES) {
@@ -76,20 +93,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
     if (first) __syncthreads();  // the stages are free again
 #pragma unroll 2
     for (int at = threadIdx.x; at < count * PAGE * ROW_CHUNKS; at += THREADS) {
-      const int stage = at / (PAGE * ROW_CHUNKS), page = a.list[first + stage];
-      const bool last = rank * SHARE + first + stage == BUDGET_PAGES - 1;  // the row's last page, which may be short
+      const int stage = at / (PAGE * ROW_CHUNKS), page = physical_page(first + stage);
       const i64 base = (i64)(page / PAGES_A_BLOCK) * p.block_stride + (i64)(page % PAGES_A_BLOCK) * PAGE * p.token_stride +
                        head * p.head_stride;
       copy_chunk(shared_address(a.pages[stage]), p.keys + base, p.values + base, p.token_stride, at % (PAGE * ROW_CHUNKS),
-                 last ? length - (held - 1) * PAGE : PAGE);
+                 tokens_of(first + stage));
     }
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    if (warp < count) {
-      const bool last = rank * SHARE + first + warp == BUDGET_PAGES - 1;
-      attend_page(softmax, query, shared_address(a.pages[warp]), last ? length - (held - 1) * PAGE : PAGE, p.scale * LOG2E);
-    }
+    if (warp < count)
+      attend_page(softmax, query, shared_address(a.pages[warp]), tokens_of(first + warp), p.scale * LOG2E);
   }
   const int busy = min(STAGES, mine);  // warps that have attended
   if (warp < busy) {
@@ -145,7 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
       all.x += weight * a.received[r][at].x, all.y += weight * a.received[r][at].y;
     }
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    u16* out = p.output + row * p.output_stride + head * (GROUP * HEAD_DIM);
     *(u32*)&out[number] = elements(all.x * inverse, all.y * inverse);
   }
 }
