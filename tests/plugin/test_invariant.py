@@ -44,6 +44,7 @@ class Stress:
             "cached_tokens": 0,
             "mixed_steps": 0,
             "same_step": 0,
+            "pages_of_nobody": 0,
         }
         self.queries: set[int] = set()
         self.sent = 0
@@ -104,8 +105,13 @@ class Stress:
             (blocks,) = manager.get_block_ids(request.request_id)
             computed = min(request.num_computed_tokens, request.num_tokens)
             pages |= {(blocks[page // a_block], page % a_block) for page in range(computed // 16)}
-        for block in manager.block_pool.cached_block_hashes_by_block:
-            pages |= {(block, page) for page in range(a_block)}
+        cached = set()  # also those that no request holds any more
+        for block in manager.block_pool.blocks:
+            # A hash may also stand for the beginning of a block alone.
+            if block.block_hash is not None and (block.block_hash_num_tokens or 0) % BLOCK_SIZE == 0:
+                cached |= {(block.block_id, page) for page in range(a_block)}
+        self.seen["pages_of_nobody"] += len(cached - pages)
+        pages |= cached
         if not pages:
             return
         block, page = torch.tensor(sorted(pages)).T
@@ -167,7 +173,7 @@ def test_records_are_the_summaries_of_the_keys_after_every_step(tiny_llama: str)
     assert set(CHUNKS[1:]) | {1100} <= set(queries), "every chunk size was scheduled"
     assert seen["preemptions"] > 0 and seen["cached_tokens"] > 200
     assert seen["mixed_steps"] > 20 and seen["same_step"] == 1
-    assert seen["steps"] > 300 and seen["pages_checked"] > 10_000
+    assert seen["steps"] > 300 and seen["pages_checked"] > 10_000 and seen["pages_of_nobody"] > 1000
     assert counters["rows_sparse"] > 0 and counters["rows_dense"] > 0 and counters["pages_skipped"] > 0
     assert counters["summaries_built"] > 0
 

@@ -100,6 +100,9 @@ class Layers:
         self.query = query.to(shape.dtype)
         self.output = torch.empty_like(self.query)
         self.scale = head_dim**-0.5
+        width = heads * shape.group * head_dim
+        self.weights = [torch.randn(width, width, dtype=shape.dtype, device="cuda") for _ in range(8)]
+        self.projected = torch.empty(rows, width, dtype=shape.dtype, device="cuda")
 
     def keys_and_values(self, layer: int) -> Any:
         """Views of a layer's cache, (blocks, block_size, kv_heads, head_dim) each."""
@@ -132,6 +135,10 @@ class Layers:
         tensors = (self.query, keys, values, records, self.output)
         self.pipeline.decode(_stream(), self.decode_rows, *tensors, self.scale)
 
+    def product(self, layer: int) -> None:
+        """A product by a matrix as large as a layer's projections, such as comes between two layers' attention."""
+        torch.mm(self.query.flatten(1), self.weights[layer % len(self.weights)], out=self.projected)
+
     def build(self, layer: int, whole: Rows) -> None:
         """The records of one layer."""
         self.pipeline.build(_stream(), whole, self.all_layers, layer)
@@ -157,6 +164,19 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
 
         return work
 
+    def between_products(kernel: str, one: Callable[[int], None], count: int, size: int) -> Timing:
+        """As in a model, where other kernels' code and data have been in the caches since the last layer."""
+
+        def both(layer: int) -> None:
+            one(layer)
+            layers.product(layer)
+
+        alone = microseconds(over(count, layers.product)) / count
+        time = microseconds(over(count, both)) / count - alone
+        name_of_it = f"{kernel}, between products"
+        rate = round(size / time / 1e3, 1)
+        return Timing(name_of_it, name, context, rows, round(time, 2), size, rate, round(read_gbps, 1))
+
     pipeline.plan(_stream(), layers.prefill_rows)
     builds = min(len(layers.records), 4)
     yield timing("build", over(builds, lambda i: layers.build(i, layers.prefill_rows)), builds, pages * page_bytes // 2)
@@ -176,6 +196,7 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
         count = max(len(layers.records), len(layers.caches))
         scored = pages * shape.layout.record_bytes
         yield timing("decode, chosen pages", over(count, layers.decode), count, scored + chosen)
+        yield between_products("decode, chosen pages", layers.decode, min(count, 64), scored + chosen)
     pipeline.plan(_stream(), layers.decode_rows, dense_below=1 << 30)
     yield timing("score, nothing to do", over(20, lambda _: layers.score(0)), 20, 0)
     yield timing("select, nothing to do", over(20, lambda _: layers.select()), 20, 0)
@@ -183,9 +204,11 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
     yield timing("attend, all pages", over(count, layers.attend), count, pages * page_bytes)
     if not pipeline.is_joint(rows) or context <= MOST_DENSE:
         yield timing("decode, all pages", over(count, layers.decode), count, pages * page_bytes)
+        yield between_products("decode, all pages", layers.decode, count, pages * page_bytes)
     dense = flash_attention(layers)
     if dense is not None:
         yield timing("FlashAttention 3", over(count, dense), count, pages * page_bytes)
+        yield between_products("FlashAttention 3", dense, count, pages * page_bytes)
 
 
 def flash_attention(layers: Layers) -> Callable[[int], None] | None:
