@@ -4,8 +4,8 @@ A step of decode rows alone is one FULL graph: score, select and attend of each 
 memory, so nothing in it depends on what the host knows.  The pages that such a step completes get their records at the
 start of the next one, in all layers by one launch; until then the records read as missing, which no row of the step but
 one that shares the page can notice, and that one reads the page exactly.  So do those of a step without decode rows,
-where nothing looks at a record.  A step that has both runs layer by layer: build first, decode rows by LOCKS, the others
-by stock attention.
+where nothing looks at a record.  A step that has both runs layer by layer: build first, decode rows by LOCKS, the
+others by stock attention.
 """
 
 from __future__ import annotations
