@@ -18,8 +18,8 @@ from .keys import like_real_keys
 from .timing import microseconds
 
 LEAST_BYTES, MOST_LAYERS = 1 << 30, 65
-"""What a kernel reads lies in buffers of so many bytes together, or in so many of them if that is less, so that little is
-left in L2 when it comes back to the first."""
+"""What a kernel reads lies in buffers of so many bytes together, or in so many of them if that is less: little of the
+first is left in L2 when it comes back to it."""
 
 
 @dataclass(frozen=True)

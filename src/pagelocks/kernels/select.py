@@ -11,6 +11,7 @@ from .compiler import Kernel
 from .score import LEAST_PAGES, Score
 from .shape import KernelShape
 
+THREADS = 512
 KEYS = 8192
 """Pages of a block whose shares fit its shared memory; others stay in global memory."""
 SCORED = "PPPPPqqqiiiiii"
@@ -72,11 +73,10 @@ class Select:
     def warm_up(self, rows: int) -> None:
         """Compile what `rows` rows need."""
         cluster = self.cluster(rows)
-        threads = 1024 if cluster >= 8 else 512  # two blocks a processor where there are many
         if cluster not in self._kernels:
-            shared = selection_bytes(self.shape, threads, KEYS, cluster)
-            defines = selection_defines(self.shape, self.score, threads, KEYS, cluster) | {"SHARED_BYTES": shared}
-            kernel = Kernel("select", "select_pages", defines, SCORED + "PPP", threads, shared, cluster)
+            shared = selection_bytes(self.shape, THREADS, KEYS, cluster)
+            defines = selection_defines(self.shape, self.score, THREADS, KEYS, cluster) | {"SHARED_BYTES": shared}
+            kernel = Kernel("select", "select_pages", defines, SCORED + "PPP", THREADS, shared, cluster)
             self._kernels[cluster] = kernel
 
     def __call__(self, stream: int, block_table: Tensor, start: Tensor, lengths: Tensor, rows: int) -> None:

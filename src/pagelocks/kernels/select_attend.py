@@ -9,7 +9,7 @@ from .score import Score
 from .select import SCORED, Select, scored, selection_bytes, selection_defines
 from .shape import KernelShape
 
-THREADS = 512
+THREADS = 256
 KEYS = 4096
 """Pages of a block whose shares fit its shared memory."""
 LEAST_CLUSTER = 8

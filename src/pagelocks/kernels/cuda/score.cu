@@ -347,11 +347,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   for (int s = 0; s < STAGES; s++)  // by turns, so that none waits for one block after the other
     refill(s, in_block == s % HEADS_A_BLOCK, s == STAGES - 1 || in_block == (s + 1) % HEADS_A_BLOCK);
 
-  load_query(q, raw, queries_of(first_row), p.scale);
+  Walk now{first_row, 0, 0};
+  now.enter(p, low, high, sub);
+  if (now.page < now.end) load_query(q, raw, queries_of(first_row), p.scale);
 
   int stage = 0;
   u32 parity = 0;
-  Walk now{first_row, 0, 0};
   for (; now.row < limit; now.row++) {
     now.enter(p, low, high, sub);
     float peak[TILES][2], sum[TILES][2];

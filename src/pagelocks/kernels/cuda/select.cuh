@@ -17,7 +17,7 @@
 
 constexpr int DIGITS = 3;
 constexpr int BINS = 2048;                              // of the last digit; the first two have half as many
-constexpr int ALONE = 2 * THREADS;                      // pages that one block takes alone
+constexpr int ALONE = 1024;                             // pages that one block takes alone
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = GROUP < WARPS ? GROUP : WARPS;  // query heads whose partial sums are merged at a time
 constexpr int PIECES = WARPS / COLUMNS;                 // warps that merge one head's
@@ -152,11 +152,10 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   const float2* seen = p.partial + (i64)head * GROUP * p.slots + (i64)(first + row) * SUBS;
   float2 part[PARTS];
   auto load_parts = [&](int g, int from) {
+    const float2* mine = seen + g * p.slots + from;
+    const int left = piece < PIECES ? slots - from : 0;
 #pragma unroll
-    for (int k = 0; k < PARTS; k++) {
-      const int i = from + k * PIECES * 32;
-      part[k] = i < slots && piece < PIECES ? seen[g * p.slots + i] : make_float2(-INF, 0.f);
-    }
+    for (int k = 0; k < PARTS; k++) part[k] = k * PIECES * 32 < left ? mine[k * PIECES * 32] : make_float2(-INF, 0.f);
   };
   load_parts(warp % COLUMNS, piece * 32 + lane);
   float4 fetched[FETCHED ? FETCHED : 1][GROUP / 4 ? GROUP / 4 : 1];
@@ -308,8 +307,8 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   if (CLUSTER > 1 && blocks > 1) {
     if (threadIdx.x < blocks) store_async(remote(&s.counts[rank], threadIdx.x), total, remote(&s.counts_ready, threadIdx.x));
     barrier_wait(shared_address(&s.counts_ready), 0);
-#pragma unroll
-    for (int r = 0; r < CLUSTER; r++) before += r < rank ? s.counts[r] : 0;
+    const u64 its = lane < rank ? s.counts[lane] : 0;
+    before += __reduce_add_sync(FULL, (u32)its) + ((u64)__reduce_add_sync(FULL, (u32)(its >> 32)) << 32);
   }
   auto physical = [&](u32 entry, int page) { return (int)entry * PAGES_A_BLOCK + page % PAGES_A_BLOCK; };
   if (rank == 0) {

@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   cluster_wait();
   if (!selects && p.only_selecting) return;
   if (length == 0) {  // padding, which later layers still compute with
+#pragma unroll 1
     for (int at = threadIdx.x; at < SLICE / 2; at += THREADS) *(u32*)&out[rank * SLICE + 2 * at] = 0;
     return;
   }
