@@ -168,7 +168,7 @@ class Pipeline:
         joint, attended = self.is_joint(rows.decode), (query, keys, values, output, scale)
         if joint and not self._select_attend.all_rows:  # first, as it is soon done where no row attends everything
             self.attend(stream, rows, *attended, only_dense=True)
-        self.score(stream, query, records, table, start, rows.decode, scale)
+        self.score(stream, query, records, table, start, rows.decode, scale, keys)
         if joint:
             self.select_attend(stream, rows, *attended)
         else:

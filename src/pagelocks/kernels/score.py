@@ -43,7 +43,7 @@ class Score:
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
         defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages}
         shared = warps * stages * GROUP_PAGES * shape.layout.record_bytes
-        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPqqqqqiiif", 32 * warps, shared)
+        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPqqqqqqiiif", 32 * warps, shared)
         self._columns = shape.kv_heads // heads
         self.parts = max(1, torch.cuda.get_device_properties(device).multi_processor_count // self._columns)
         self.log_mass = torch.empty(shape.kv_heads, capacity, shape.group, dtype=torch.float32, device=device)
@@ -61,6 +61,7 @@ class Score:
         start: Tensor,
         rows: int,
         scale: float,
+        keys: Tensor | None = None,
     ) -> None:
         """Score the pages that `start` counts.
 
@@ -71,6 +72,8 @@ class Score:
         block_table : int32 (rows, blocks of a row)
         start : int32 (rows + 1), from `Plan.score_start`
         scale : float
+        keys : (blocks, block_size, kv_heads, head_dim), optional
+            Whose pages attention reads next; their addresses are touched ahead.
         """
         self._kernel.launch(
             stream,
@@ -81,8 +84,10 @@ class Score:
             start.data_ptr(),
             self.log_mass.data_ptr(),
             self.partial.data_ptr(),
+            0 if keys is None else keys.data_ptr(),
             query.stride(0),
             records.stride(0),
+            0 if keys is None else keys.stride(0) * keys.element_size(),
             block_table.stride(0),
             self.capacity,
             self.slots,

@@ -29,7 +29,9 @@ struct Params {
   const int* start;          // (rows + 1): running total of the rows' pages
   float* log_mass;           // (KV_HEADS, capacity, GROUP), natural log
   float2* partial;           // (KV_HEADS, GROUP, slots): maximum and sum, in base 2; slot (block + row) * SUBS + warp
+  const u8* keys;            // the layer's keys, or null
   i64 query_stride, block_bytes;  // elements; bytes
+  i64 key_block_bytes;
   i64 table_stride, capacity, slots;
   int rows, parts, least_pages;
   float scale;
@@ -329,6 +331,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
         const i64 first_head = slot * KV_HEADS + blockIdx.y * HEADS_A_BLOCK;
         const u8* from = p.records + block * p.block_bytes + first_head * RECORD_BYTES;
         copy_bulk(shared_address(ring + stage * STAGE_BYTES + lane * PAGE_BYTES), from, PAGE_BYTES, barrier + 8 * stage);
+        // Attention will read some of these pages' keys, somewhere in all of the card's memory: have their addresses
+        // translated meanwhile, once where neighbours lie together.
+        const u64 key = (u64)(p.keys + block * p.key_block_bytes);
+        const u32 region = (u32)(key >> 21), before = __shfl_up_sync((1u << pages) - 1, region, 1);
+        if (p.keys && (lane == 0 || region != before)) asm volatile("prefetch.global.L2 [%0];" ::"l"(key));
       }
     }
     ahead.page += GROUP_PAGES * SUBS;
