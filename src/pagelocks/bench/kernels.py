@@ -17,9 +17,9 @@ from .decode import SHAPES
 from .keys import like_real_keys
 from .timing import microseconds
 
-LEAST_BYTES, MOST_LAYERS = 1 << 30, 65
-"""What a kernel reads lies in buffers of so many bytes together, or in so many of them if that is less, so that little is
-left in L2 when it comes back to the first."""
+LEAST_BYTES = 1 << 30
+"""What a kernel reads lies in buffers of at least this size together, or in 65 of them if that is less, so that little
+is left in L2 when it comes back to the first."""
 
 
 @dataclass(frozen=True)
@@ -57,60 +57,49 @@ def _stream() -> int:
 
 
 class Layers:
-    """Caches and records of a model's layers, filled through the build kernel.
+    """Caches and records of as many layers as make `LEAST_BYTES` of what is read, filled through the build kernel."""
 
-    As in an engine, all layers together take most of the card's memory and the rows' blocks lie anywhere in it, so that
-    addresses are as far apart as they are in one.
-
-    Attributes
-    ----------
-    caches : list of (blocks, block_size, kv_heads, 2 * head_dim);  records : list, as `Caches` has them
-    """
-
-    def __init__(self, shape: KernelShape, layers: int, context: int, rows: int, seed: int = 0) -> None:
+    def __init__(self, shape: KernelShape, context: int, rows: int, seed: int = 0) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.shape, self.context, self.rows = shape, context, rows
-        heads, head_dim, per, size = shape.kv_heads, shape.head_dim, shape.pages_a_block, shape.block_size
-        record, pages = shape.layout.record_bytes, rows * (context // 16)
-        block_bytes = per * heads * (2 * 16 * head_dim * shape.dtype.itemsize + record)
-        needed = rows * -(-context // size)
-        layers = max(layers, min(MOST_LAYERS, -(-LEAST_BYTES // (pages * heads * record))))
-        torch.cuda.empty_cache()  # what an earlier context left
-        free = torch.cuda.mem_get_info()[0]
-        layers = max(1, min(layers, int(0.85 * free) // (needed * block_bytes)))
-        blocks = max(needed, int(0.7 * free) // (layers * block_bytes))
-        used = torch.randperm(blocks, generator=generator, device="cuda")[:needed]
-        table = used.to(torch.int32).view(rows, -1)
-        self.caches = [
-            torch.empty(blocks, size, heads, 2 * head_dim, dtype=shape.dtype, device="cuda") for _ in range(layers)
-        ]
-        self.records = [
-            torch.zeros(blocks, per, heads, record, dtype=torch.uint8, device="cuda") for _ in range(layers)
-        ]
-        self.all_layers = Caches([cache[..., :head_dim] for cache in self.caches], self.records)
-        chunk = max(1, (1 << 27) // (size * heads * head_dim))
-        for blocks_of_chunk in torch.split(used, chunk):
-            keys = like_real_keys(len(blocks_of_chunk) * per, heads, head_dim, shape.dtype, generator)
-            keys = keys.view(-1, size, heads, head_dim)
-            part = torch.cat([keys, torch.empty_like(keys).normal_(generator=generator)], -1)
-            for cache in self.caches:
-                cache[blocks_of_chunk] = part
+        blocks_a_row = -(-context // shape.block_size)
+        blocks = rows * blocks_a_row
+        order = torch.randperm(blocks, generator=generator, device="cuda").to(torch.int32)
+        table = order.view(rows, blocks_a_row)
+        record = shape.layout.record_bytes
+        heads, head_dim, per = shape.kv_heads, shape.head_dim, shape.pages_a_block
+        cache_bytes = blocks * shape.block_size * heads * 2 * head_dim * shape.dtype.itemsize
+        self.record_bytes = rows * (context // 16) * heads * record
+        caches = max(1, -(-LEAST_BYTES // cache_bytes))
+        records = max(1, -(-LEAST_BYTES // self.record_bytes))
+        cache = torch.empty(blocks, shape.block_size, heads, 2 * head_dim, dtype=shape.dtype, device="cuda")
+        chunk = max(1, (1 << 27) // (shape.block_size * heads * head_dim))
+        for first in range(0, blocks, chunk):
+            part = cache[first : first + chunk]
+            keys = like_real_keys(part.shape[0] * per, heads, head_dim, shape.dtype, generator)
+            part[..., :head_dim] = keys.view(part.shape[0], shape.block_size, heads, head_dim)
+            part[..., head_dim:].normal_(generator=generator)
+        self.caches = [cache] + [cache.clone() for _ in range(min(caches - 1, 64))]
         lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
-        one_each = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-        self.decode_rows = Rows(lengths, one_each, table, rows, rows, rows)
-        self.prefill_rows = Rows(lengths, one_each * context, table, rows, rows, pages)
-        self.pipeline = Pipeline(shape, rows, pages + rows, pages + 1, torch.device("cuda"), logical=True)
+        self.decode_rows = Rows(
+            lengths, torch.arange(rows + 1, dtype=torch.int32, device="cuda"), table, rows, rows, rows
+        )
+        starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * context
+        self.prefill_rows = Rows(lengths, starts, table, rows, rows, rows * (context // 16))
+        pages = rows * (context // 16) + 1
+        self.pipeline = Pipeline(shape, rows, pages + rows, pages, torch.device("cuda"), logical=True)
+        built = torch.zeros(blocks, per, heads, record, dtype=torch.uint8, device="cuda")
         self.pipeline.plan(_stream(), self.prefill_rows)
-        self.pipeline.build(_stream(), self.prefill_rows, self.all_layers)
-        if context % size == 0 and any(bool((each[used][..., :2] == 0).all(-1).any()) for each in self.records):
+        self.pipeline.build(_stream(), self.prefill_rows, Caches([cache[..., :head_dim]], [built]))
+        if bool((built.flatten(0, 2).amax(-1) == 0).any()) and context % shape.block_size == 0:
             raise AssertionError("a page was left without a record")
+        self.records = [built] + [built.clone() for _ in range(min(records - 1, 64))]
+        ring = [self.caches[i % len(self.caches)][..., :head_dim] for i in range(len(self.records))]
+        self.all_layers = Caches(ring, self.records)
         query = torch.randn(rows, heads * shape.group, head_dim, generator=generator, device="cuda")
         self.query = query.to(shape.dtype)
         self.output = torch.empty_like(self.query)
         self.scale = head_dim**-0.5
-        width = heads * shape.group * head_dim
-        self.weights = [torch.randn(width, width, dtype=shape.dtype, device="cuda") for _ in range(8)]
-        self.projected = torch.empty(rows, width, dtype=shape.dtype, device="cuda")
 
     def keys_and_values(self, layer: int) -> Any:
         """Views of a layer's cache, (blocks, block_size, kv_heads, head_dim) each."""
@@ -138,13 +127,10 @@ class Layers:
 
     def decode(self, layer: int) -> None:
         """All that one layer launches in a decode step."""
-        keys, values = self.keys_and_values(layer)
-        tensors = (self.query, keys, values, self.records[layer], self.output)
+        keys, values = self.keys_and_values(layer % len(self.caches))
+        records = self.records[layer % len(self.records)]
+        tensors = (self.query, keys, values, records, self.output)
         self.pipeline.decode(_stream(), self.decode_rows, *tensors, self.scale)
-
-    def product(self, layer: int) -> None:
-        """A product by a matrix as large as a layer's projections, such as comes between two layers' attention."""
-        torch.mm(self.query.flatten(1), self.weights[layer % len(self.weights)], out=self.projected)
 
     def build(self, layer: int, whole: Rows) -> None:
         """The records of one layer."""
@@ -153,8 +139,8 @@ class Layers:
 
 def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gbps: float) -> Iterator[Timing]:
     """Time build, score, select, attention over the chosen pages, over all, and a layer of a decode step as a whole."""
-    layers = Layers(shape, SHAPES[name]["num_hidden_layers"], context, rows)
-    pipeline, config, count = layers.pipeline, shape.config, len(layers.caches)
+    layers = Layers(shape, context, rows)
+    pipeline, config = layers.pipeline, shape.config
     pages = rows * (context // 16) * shape.kv_heads
     page_bytes = 2 * 16 * shape.head_dim * shape.dtype.itemsize
 
@@ -171,47 +157,35 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
 
         return work
 
-    def between_products(kernel: str, one: Callable[[int], None], size: int) -> Timing:
-        """As in a model, where other kernels' code and data have been in the caches since the last layer."""
-
-        def both(layer: int) -> None:
-            one(layer)
-            layers.product(layer)
-
-        alone = microseconds(over(count, layers.product)) / count
-        time = microseconds(over(count, both)) / count - alone
-        name_of_it = f"{kernel}, between products"
-        rate = round(size / time / 1e3, 1)
-        return Timing(name_of_it, name, context, rows, round(time, 2), size, rate, round(read_gbps, 1))
-
     pipeline.plan(_stream(), layers.prefill_rows)
-    builds = min(count, 4)
+    builds = min(len(layers.records), 4)
     yield timing("build", over(builds, lambda i: layers.build(i, layers.prefill_rows)), builds, pages * page_bytes // 2)
     pipeline.plan(_stream(), layers.decode_rows, dense_below=0)
     completed = rows if context % 16 == 0 else 0
     name_of_build = f"build, {completed} pages of one layer"
     yield timing(name_of_build, over(20, lambda _: layers.build(0, layers.decode_rows)), 20, 0)
     if context > config.budget:
+        count = len(layers.records)
         yield timing("score", over(count, layers.score), count, pages * shape.layout.record_bytes)
         yield timing("select", over(20, lambda _: layers.select()), 20, pages * shape.group * 4)
+        count = len(layers.caches)
         chosen = rows * shape.kv_heads * config.budget_pages * page_bytes
         yield timing("attend, chosen pages", over(count, layers.attend), count, chosen)
         if pipeline.is_joint(rows):
             yield timing("select and attend in one", over(count, layers.select_attend), count, chosen)
+        count = max(len(layers.records), len(layers.caches))
         scored = pages * shape.layout.record_bytes
         yield timing("decode, chosen pages", over(count, layers.decode), count, scored + chosen)
-        yield between_products("decode, chosen pages", layers.decode, scored + chosen)
     pipeline.plan(_stream(), layers.decode_rows, dense_below=1 << 30)
     yield timing("score, nothing to do", over(20, lambda _: layers.score(0)), 20, 0)
     yield timing("select, nothing to do", over(20, lambda _: layers.select()), 20, 0)
+    count = len(layers.caches)
     yield timing("attend, all pages", over(count, layers.attend), count, pages * page_bytes)
     if not pipeline.is_joint(rows) or context <= MOST_DENSE:
         yield timing("decode, all pages", over(count, layers.decode), count, pages * page_bytes)
-        yield between_products("decode, all pages", layers.decode, pages * page_bytes)
     dense = flash_attention(layers)
     if dense is not None:
         yield timing("FlashAttention 3", over(count, dense), count, pages * page_bytes)
-        yield between_products("FlashAttention 3", dense, pages * page_bytes)
 
 
 def flash_attention(layers: Layers) -> Callable[[int], None] | None:

@@ -3,9 +3,8 @@
 A step of decode rows alone is one FULL graph: score, select and attend of each layer read the step's plan from device
 memory, so nothing in it depends on what the host knows.  The pages that such a step completes get their records at the
 start of the next one, in all layers by one launch; until then the records read as missing, which no row of the step but
-one that shares the page can notice, and that one reads the page exactly.  So do those of a step without decode rows,
-where nothing looks at a record.  A step that has both runs layer by layer: build first, decode rows by LOCKS, the
-others by stock attention.
+one that shares the page can notice, and that one reads the page exactly.  A step with prefill runs layer by layer:
+build first, decode rows by LOCKS, the others by stock attention.
 """
 
 from __future__ import annotations
@@ -113,10 +112,10 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
         rows = Rows(common.seq_lens, common.query_start_loc, table, count, decode, most)
         self.flush()
         caches = self.caches()
-        only_decode, build_now = decode == count, 0 < decode < count
+        only_decode = decode == count
         dense_below = self.state.options.config.dense_below
         self.pipeline.plan(_stream(), rows, dense_below, caches if only_decode else None)
-        if not build_now:
+        if only_decode:
             self._pending = rows
         prefill = None
         if not only_decode:
@@ -135,7 +134,7 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
             )
         self._count(common, decode)
         self.state.log_progress()
-        return LocksMetadata(**vars(whole), step=Step(rows, caches, build_now, prefill))
+        return LocksMetadata(**vars(whole), step=Step(rows, caches, not only_decode, prefill))
 
     def flush(self) -> None:
         """Build, in all layers, the pages that the last step completed, if that is still to be done."""
