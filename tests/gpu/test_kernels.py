@@ -21,7 +21,9 @@ def test_plan(numbers: tuple[Any, ...]) -> None:
     case = make_case(shape_of(numbers), LENGTHS, 0, build=False)
     for dense_below, capacity in ((0, None), (700, None), (0, 135), (10**6, None)):
         pipeline = planned(case, dense_below, capacity)
-        scored = attended = dense = 0
+        plan, scored, attended, dense = pipeline.plan_of_step, 0, 0, 0
+        starts = zip(plan.score_start.tolist(), plan.attend_start.tolist(), plan.dense_start.tolist(), strict=True)
+        assert next(starts) == (0, 0, 0)
         for row, length in enumerate(LENGTHS):
             selects = length > max(128, dense_below) and scored + length // 16 <= pipeline.capacity
             if length > max(128, dense_below) and not selects:
@@ -29,9 +31,7 @@ def test_plan(numbers: tuple[Any, ...]) -> None:
             scored += length // 16 if selects else 0
             attended += 8 if selects else -(-length // 16)
             dense += 0 if selects else -(-length // 16)
-            assert pipeline.plan_of_step.score_start[row + 1] == scored
-            assert pipeline.plan_of_step.attend_start[row + 1] == attended
-            assert pipeline.plan_of_step.dense_start[row + 1] == dense
+            assert next(starts) == (scored, attended, dense)
 
 
 def check_scores(case: Case, pipeline: Any) -> None:
