@@ -116,6 +116,29 @@ def set_dense_below(worker: Any, tokens: int) -> None:
             return
 
 
+def chosen_pages(worker: Any) -> list[list[int]]:
+    """In an engine's worker, after a step: for each of its rows and KV heads the distinct pages that the last layer's
+    scores choose; empty for a row that attends everything."""
+    import torch
+
+    from ..vllm.gpu import LocksMetadataBuilder
+
+    groups = [group for groups in worker.model_runner.attn_groups for group in groups]
+    builders = [builder for group in groups for builder in group.metadata_builders]
+    pipeline = next(b for b in builders if isinstance(b, LocksMetadataBuilder) and b.state is not None).pipeline
+    plan, table = pipeline.plan_of_step, worker.model_runner.block_tables.input_block_tables[0]
+    starts = plan.score_start.tolist()
+    rows = max((row + 1 for row in range(len(starts) - 1) if starts[row + 1] > starts[row]), default=0)
+    if not rows:
+        return []
+    stream = int(torch.cuda.current_stream().cuda_stream)
+    pipeline.select(stream, table, plan.score_start, plan.lengths, rows)
+    pages = pipeline.select.pages[:rows].cpu()
+    return [
+        [len(set(head)) for head in row] if starts[n + 1] > starts[n] else [] for n, row in enumerate(pages.tolist())
+    ]
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What a side measures.
@@ -193,10 +216,10 @@ def run_side(plan: Measurement) -> Iterator[dict[str, Any]]:
             # From the moment all have a token, to the last token of all: nobody waits, everybody decodes.
             begin, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
             times.append((end - begin) / plan.steps * 1e3)
-        yield {
-            "case": case.name if plan.locks is not None else case.batch,
-            "tpot_ms": times,
-        }
+        line: dict[str, Any] = {"case": case.name if plan.locks is not None else case.batch, "tpot_ms": times}
+        if plan.locks is not None:
+            line["distinct_pages"] = llm.collective_rpc(chosen_pages)[0]
+        yield line
     for context in plan.prefills:
         generate([context], 1, True, 99)
         times = []
@@ -258,6 +281,7 @@ def joined(dense: list[dict[str, Any]], locks: list[dict[str, Any]], about: dict
                 "speedup": round(medians["dense"] / medians["locks"], 4),
                 "dense_ms_all": ms["dense"],
                 "locks_ms_all": ms["locks"],
+                "distinct_pages": line.get("distinct_pages"),
                 "dense_ttft_s": first[0].get(context) if batch == 1 else None,
                 "locks_ttft_s": first[1].get(context) if batch == 1 else None,
                 **about,
