@@ -9,6 +9,7 @@ import torch
 from cases import BF16, DEVICE, IDS, SHAPES, Case, make_case, pipeline_of, planned, real_keys, rows_of, shape_of, stream
 
 from pagelocks.attend import sparse_attention
+from pagelocks.kernels import select_attend
 from pagelocks.score import log_mass, page_share
 from pagelocks.select import select_pages
 from pagelocks.summary import PageSummary
@@ -21,17 +22,16 @@ def test_plan(numbers: tuple[Any, ...]) -> None:
     case = make_case(shape_of(numbers), LENGTHS, 0, build=False)
     for dense_below, capacity in ((0, None), (700, None), (0, 135), (10**6, None)):
         pipeline = planned(case, dense_below, capacity)
-        plan, scored, attended, dense = pipeline.plan_of_step, 0, 0, 0
-        starts = zip(plan.score_start.tolist(), plan.attend_start.tolist(), plan.dense_start.tolist(), strict=True)
-        assert next(starts) == (0, 0, 0)
-        for row, length in enumerate(LENGTHS):
+        plan, scored, attended = pipeline.plan_of_step, 0, 0
+        starts = zip(plan.score_start.tolist(), plan.attend_start.tolist(), strict=True)
+        assert next(starts) == (0, 0)
+        for length in LENGTHS:
             selects = length > max(128, dense_below) and scored + length // 16 <= pipeline.capacity
             if length > max(128, dense_below) and not selects:
                 pipeline.capacity = -1  # no later row fits either
             scored += length // 16 if selects else 0
             attended += 8 if selects else -(-length // 16)
-            dense += 0 if selects else -(-length // 16)
-            assert next(starts) == (scored, attended, dense)
+            assert next(starts) == (scored, attended)
 
 
 def check_scores(case: Case, pipeline: Any) -> None:
@@ -153,7 +153,9 @@ def test_select_of_hard_shares(kind: str, rows: int, row_pages: int) -> None:
         part = torch.where(unknown, -torch.inf, masses[:, start[row] : start[row + 1]])
         top = part.amax(1)
         useful = min(pipeline.score.parts, -(-pages // 16))
-        first = ((start[row] + 1) * useful - 1) // pages
+        each, more = divmod(pages, useful)  # the first parts have one more
+        large = (each + 1) * more
+        first = start[row] // (each + 1) if start[row] < large else more + (start[row] - large) // each
         slot = (first + row) * pipeline.score.subs
         flat[:, :, slot, 0] = top
         flat[:, :, slot, 1] = (part - top[:, None]).exp2().sum(1)
@@ -177,12 +179,15 @@ def test_attend(numbers: tuple[Any, ...], fused: bool) -> None:
 
 JOINT = [(numbers, rows) for numbers in SHAPES for rows in (1, 2, 4) if numbers[2] <= 8 and numbers[1] * rows <= 16]
 JOINT = [(*each, 128, 3000) for each in JOINT if each[0][0] <= 128]
-JOINT += [(SHAPES[0], rows, *more) for rows in (1, 4) for more in ((128, 0), (2048, 0), (2048, 10**6))]
+JOINT += [(SHAPES[0], rows, *more) for rows in (1, 4) for more in ((128, 0), (2048, 0), (8192, 0))]
 
 
 @pytest.mark.parametrize(("numbers", "rows", "budget", "dense_below"), JOINT)
-def test_select_and_attend_in_one(numbers: tuple[Any, ...], rows: int, budget: int, dense_below: int) -> None:
+def test_select_and_attend_in_one(
+    numbers: tuple[Any, ...], rows: int, budget: int, dense_below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pages are those of the two kernels apart; rows that attend everything beside those that select."""
+    monkeypatch.setattr(select_attend, "KEYS", 64 if rows == 2 else 4096)  # in global memory, in shared memory
     shape = shape_of(numbers, budget=budget, sink_pages=2, recent_pages=2, dense_below=dense_below)
     for lengths in ([5003, 2100, 40, 2600], [2049, 9000, 3001, 0], [40_000, 300, 5000, 33_333]):
         case = make_case(shape, lengths[:rows], rows, build=False)

@@ -53,10 +53,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         build.Build(shape, device)
         scored = score.Score(shape, 4, 100, device)
         chosen = select.Select(shape, scored, 4, False, device)
-        chosen.warm_up(1)
         joint = select_attend.SelectAttend(shape, scored, chosen)
-        if joint.takes(1):
-            joint.warm_up(1)
+        for rows in (1, 4, 200):  # clusters of 16 blocks, of fewer, of one
+            chosen.warm_up(rows)
+            if joint.takes(rows):
+                joint.warm_up(rows)
         attend.Attend(shape, 4, device)
         yield Recorded.made
     finally:

@@ -12,7 +12,7 @@ import torch
 from ..config import LocksConfig
 from ..kernels import Caches, KernelShape, Pipeline, Rows
 from ..kernels.compiler import Kernel
-from ..kernels.select_attend import MOST_DENSE
+from ..kernels.select_attend import MOST_ATTENDED
 from .decode import SHAPES
 from .keys import like_real_keys
 from .timing import microseconds
@@ -205,7 +205,7 @@ def time_kernels(shape: KernelShape, name: str, context: int, rows: int, read_gb
     yield timing("score, nothing to do", over(20, lambda _: layers.score(0)), 20, 0)
     yield timing("select, nothing to do", over(20, lambda _: layers.select()), 20, 0)
     yield timing("attend, all pages", over(count, layers.attend), count, pages * page_bytes)
-    if not pipeline.is_joint(rows) or context <= MOST_DENSE:
+    if not pipeline.is_joint(rows) or context <= MOST_ATTENDED:
         yield timing("decode, all pages", over(count, layers.decode), count, pages * page_bytes)
         yield between_products("decode, all pages", layers.decode, pages * page_bytes)
     dense = flash_attention(layers)

@@ -27,7 +27,7 @@ class Attend:
         blocks = max(1, min(16 // warps, (SHARED_MEMORY + 1024) // (shared + 1024)))
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK")
         defines |= {"WARPS": warps, "STAGES": stages, "SHARED_BYTES": shared}
-        self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiiiif", 32 * warps, shared)
+        self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiiif", 32 * warps, shared)
         self.parts = blocks * torch.cuda.get_device_properties(device).multi_processor_count
         # The type is named: vLLM makes layers under a default of the model's own.
         size = (2 * self.parts, members)
@@ -49,12 +49,8 @@ class Attend:
         lengths: Tensor,
         rows: int,
         scale: float,
-        followed: bool = False,
     ) -> None:
-        """Attend the rows that `attend_start` counts pages of.
-
-        Rows without pages there and in `score_start` are padding and get zeros; those with pages in `score_start`
-        alone are left as they are.
+        """Attend the rows that `attend_start` counts pages of; other rows, which are padding, get zeros.
 
         Parameters
         ----------
@@ -65,8 +61,6 @@ class Attend:
         score_start, attend_start : int32 (rows + 1), from `Plan`
         lengths : int32 (rows)
         scale : float
-        followed : bool
-            Whether another kernel of ours comes next, which may start early.
         """
         self._kernel.launch(
             stream,
@@ -93,6 +87,5 @@ class Attend:
             self.parts,
             LEAST_PAGES,
             pages.shape[-1],
-            followed,
             scale,
         )

@@ -128,27 +128,17 @@ class Pipeline:
         self._build(stream, caches, layer, pages, count, most)
 
     def attend(
-        self,
-        stream: int,
-        rows: Rows,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        scale: float,
-        *,
-        only_dense: bool = False,
+        self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
     ) -> None:
-        """Attention of the decode rows over the pages that were selected, or all; or, ahead of the others' `score` and
-        `select_attend`, of the rows that attend everything."""
+        """Attention of the decode rows over the pages that were selected, or all."""
         plan, tensors = self.plan_of_step, (query, keys, values, output, rows.block_table, self.select.pages)
-        starts = (plan.score_start, plan.dense_start if only_dense else plan.attend_start)
-        self._attend(stream, *tensors, *starts, plan.lengths, rows.decode, scale, followed=only_dense)
+        starts = (plan.score_start, plan.attend_start)
+        self._attend(stream, *tensors, *starts, plan.lengths, rows.decode, scale)
 
     def select_attend(
         self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
     ) -> None:
-        """Selection and attention of the decode rows that select, and of the others where that is this kernel's."""
+        """Both at once, for steps that `is_joint` says are few enough rows."""
         plan, tensors = self.plan_of_step, (query, keys, values, output, rows.block_table)
         self._select_attend(stream, *tensors, plan.score_start, plan.lengths, rows.decode, scale)
 
@@ -165,12 +155,9 @@ class Pipeline:
     ) -> None:
         """Score, select and attend."""
         table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
-        joint, attended = self.is_joint(rows.decode), (query, keys, values, output, scale)
-        if joint and not self._select_attend.all_rows:  # first, as it is soon done where no row attends everything
-            self.attend(stream, rows, *attended, only_dense=True)
         self.score(stream, query, records, table, start, rows.decode, scale, keys)
-        if joint:
-            self.select_attend(stream, rows, *attended)
+        if self.is_joint(rows.decode):
+            self.select_attend(stream, rows, query, keys, values, output, scale)
         else:
             self.select(stream, table, start, lengths, rows.decode)
-            self.attend(stream, rows, *attended)
+            self.attend(stream, rows, query, keys, values, output, scale)

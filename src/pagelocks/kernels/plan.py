@@ -21,8 +21,6 @@ class Plan:
         Running total of the complete pages of the rows that select; a row of none attends everything.
     attend_start : int32 (max_rows + 1)
         Of the pages that a KV head attends.
-    dense_start : int32 (max_rows + 1)
-        The same without the rows that select.
     lengths : int32 (max_rows)
         The rows' lengths as planned; the other kernels go by these, whatever becomes of the step's own.
     completed_start : int32 (max_rows + 1)
@@ -35,14 +33,13 @@ class Plan:
         self, shape: KernelShape, max_rows: int, max_completed: int, capacity: int, device: torch.device
     ) -> None:
         self.shape, self.capacity = shape, capacity
-        self.score_start, self.attend_start, self.dense_start, self.completed_start = (
-            torch.zeros(max_rows + 1, dtype=torch.int32, device=device) for _ in range(4)
+        self.score_start, self.attend_start, self.completed_start = (
+            torch.zeros(max_rows + 1, dtype=torch.int32, device=device) for _ in range(3)
         )
         self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.completed = torch.zeros(max_completed, dtype=torch.int32, device=device)
-        self._kernel = Kernel("plan", "plan_step", {}, "PPPPPPPPPPqqiiiiiiiii", THREADS)
-        starts = (self.score_start, self.attend_start, self.dense_start)
-        outputs = (*starts, self.lengths, self.completed_start, self.completed)
+        self._kernel = Kernel("plan", "plan_step", {}, "PPPPPPPPPqqiiiiiiiii", THREADS)
+        outputs = (self.score_start, self.attend_start, self.lengths, self.completed_start, self.completed)
         self._outputs = tuple(tensor.data_ptr() for tensor in outputs)
 
     def __call__(

@@ -14,28 +14,23 @@ KEYS = 4096
 """Pages of a block whose shares fit its shared memory."""
 LEAST_CLUSTER = 8
 """Blocks a row and head below which two kernels, which share work over rows, are faster."""
-MOST_DENSE = 8192
-"""Tokens up to which a row that attends everything may be this kernel's."""
+MOST_ATTENDED = 8192
+"""Tokens that a row may attend here: for more, `Attend` has more blocks and copies ahead."""
 
 
 class SelectAttend:
-    """The kernel of one shape; it works in `select`'s buffers but leaves no list of pages.
-
-    Attributes
-    ----------
-    all_rows : bool
-        Whether rows that attend everything are its own too; `Attend`, with more blocks, is better at long ones.
-    """
+    """The kernel of one shape; it works in `select`'s buffers but leaves no list of pages."""
 
     def __init__(self, shape: KernelShape, score: Score, select: Select) -> None:
         self.shape, self.score, self._select = shape, score, select
         self._kernels: dict[int, Kernel] = {}
-        self._dense = min(shape.config.dense_below, MOST_DENSE)
-        self.all_rows = shape.config.dense_below <= MOST_DENSE
+        # A row attends everything up to either of these.
+        self._most = max(shape.config.dense_below, shape.config.budget)
 
     def takes(self, rows: int) -> bool:
         """Whether steps of this many rows are for this kernel."""
-        return self._select.cluster(rows) >= LEAST_CLUSTER and self.shape.group <= 8 and self.shape.head_dim <= 128
+        fits = self.shape.group <= 8 and self.shape.head_dim <= 128 and self._most <= MOST_ATTENDED
+        return fits and self._select.cluster(rows) >= LEAST_CLUSTER
 
     def warm_up(self, rows: int) -> None:
         """Compile what `rows` rows need."""
@@ -46,13 +41,13 @@ class SelectAttend:
         stage = 2 * 16 * shape.head_dim * 2
         slices = 4 * shape.group * shape.head_dim + 8 * shape.group * cluster
         fixed = selection_bytes(shape, THREADS, KEYS, cluster) + slices + 4 * share + 128 * 16 + 256
-        most = max(share, -(-self._dense // (16 * cluster)))
+        most = -(-self._most // (16 * cluster))
         stages = min(THREADS // 32, most, (SHARED_MEMORY - fixed) // stage)
         defines = selection_defines(shape, self.score, THREADS, KEYS, cluster)
         defines |= shape.defines("HEAD_DIM")
         shared = fixed + stages * stage
         defines |= {"BUDGET_PAGES": shape.config.budget_pages, "STAGES": stages, "SHARED_BYTES": shared}
-        fields = SCORED + "PPPPPqqqqqif"
+        fields = SCORED + "PPPPPqqqqqf"
         self._kernels[cluster] = Kernel("select_attend", "select_attend", defines, fields, THREADS, shared, cluster)
 
     def __call__(
@@ -70,7 +65,7 @@ class SelectAttend:
     ) -> None:
         """Select pages of the rows that `score_start` counts pages of and attend them.
 
-        Other rows attend everything, or get zeros if they have no tokens; or are left alone, unless `all_rows`.
+        Other rows attend everything, or get zeros if they have no tokens.
 
         Parameters
         ----------
@@ -92,6 +87,5 @@ class SelectAttend:
             query.stride(0),
             output.stride(0),
             *keys.stride()[:3],
-            not self.all_rows,
             scale,
         )

@@ -24,7 +24,6 @@ struct Params {
   i64 block_stride, token_stride, head_stride;    // of keys and values, elements
   i64 table_stride;
   int rows, parts, least_pages, budget_pages;
-  int followed;              // whether the next kernel is one of ours, which waits where it must
   float scale;
 };
 
@@ -243,7 +242,6 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 raw[];
-  if (p.followed) let_next_kernel_start();
   wait_for_previous_kernel();
   const int total = p.attend_start[p.rows] * ITEMS;
   const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
@@ -251,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
     attend_part(p, raw, part_begin(total, blockIdx.x, parts), part_begin(total, blockIdx.x + 1, parts), total, parts);
   }
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {  // padding, which later layers still compute with
-    if (p.attend_start[row] != p.attend_start[row + 1] || p.score_start[row] != p.score_start[row + 1]) continue;
+    if (p.attend_start[row] != p.attend_start[row + 1]) continue;
     for (int i = threadIdx.x; i < KV_HEADS * GROUP * HEAD_DIM / 2; i += THREADS) ((u32*)(p.output + row * p.output_stride))[i] = 0;
   }
 }

@@ -11,7 +11,6 @@ struct Params {
   const int* block_table;    // (rows, blocks of a row)
   int* score_start;          // (decode_rows + 1): running total of complete pages of the rows that select
   int* attend_start;         // (decode_rows + 1): of pages to attend, a KV head
-  int* dense_start;          // (decode_rows + 1): the same without the rows that select
   int* planned_lengths;      // (rows): the lengths that the totals were made from
   int* completed_start;      // (rows + 1): of pages that this step completes
   int* completed;            // those pages, as physical pages, block * pages a block + page within it
@@ -57,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_step(const __grid_con
   __shared__ int fitting;  // the total of the last row whose scores fit the workspace
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
-    p.completed_start[0] = p.score_start[0] = p.attend_start[0] = p.dense_start[0] = 0;
+    p.completed_start[0] = p.score_start[0] = p.attend_start[0] = 0;
     fitting = 0;
   }
-  int completed = 0, scored = 0, attended = 0, dense = 0;
+  int completed = 0, scored = 0, attended = 0;
   for (int first = 0; first < p.rows; first += THREADS) {
     int row = first + threadIdx.x, pages = 0;
     if (row < p.rows) {
@@ -81,8 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_step(const __grid_con
     int touched = (length + PAGE - 1) / PAGE;
     end = scan(selects && fits ? p.budget_pages : touched, warps, attended);
     if (row < p.decode_rows) p.attend_start[row + 1] = end;
-    end = scan(selects && fits ? 0 : touched, warps, dense);
-    if (row < p.decode_rows) p.dense_start[row + 1] = end;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < completed; i += THREADS) {

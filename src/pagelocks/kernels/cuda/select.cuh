@@ -92,6 +92,7 @@ DEVICE void prepare_selection(Selection& s) {
     barrier_expect(shared_address(&s.counts_ready), CLUSTER * sizeof(u64));
     barrier_fence();
   }
+  __syncwarp();  // what follows is a barrier of the cluster, which wants whole warps
 }
 
 // Inclusive sum over a warp.
@@ -132,7 +133,8 @@ template <int COUNT> DEVICE uint4 find_digit(Selection& s, const u32* histogram,
   return make_uint4(__shfl_sync(FULL, bin, holder), __shfl_sync(FULL, above, holder), __shfl_sync(FULL, inside, holder), 0);
 }
 
-// Calls put(place, page, physical page) for each chosen page, place by place from some thread of some block.  Blocks
+// A row that is here has more pages than the budget, so more than enough that are neither sink nor recent: blocks wait for
+// exactly as many.  Calls put(place, page, physical page) for each chosen page, place by place from some thread of some block.  Blocks
 // that have no part in it (rank >= blocks) must not call this.  `start` and `pages` are the row's, from p.start.
 template <class Put>
 DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pages, int head, int length, int rank,

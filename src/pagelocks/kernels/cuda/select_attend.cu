@@ -3,8 +3,7 @@
 // One row and KV head is one cluster.  Its blocks select as in select.cuh, each chosen page goes straight to the block
 // whose turn it is, and each block attends its own, a warp a page; then block r gathers the r-th part of every block's
 // sums and writes it.  All that blocks tell one another are asynchronous stores that count on the receiver's mbarrier.
-// A row that attends everything does so in the same way, each block an even part of its pages, unless it is left to
-// attend.cu, which has more blocks for it.
+// A row that attends everything does so in the same way, each block an even part of its pages.
 //
 // Needs, beside what select.cuh and page.cuh do: BUDGET_PAGES, STAGES (pages that a block holds at a time),
 // SHARED_BYTES; FP16 or not.
@@ -18,7 +17,6 @@ struct Params {
   const int* lengths;        // (rows)
   i64 query_stride, output_stride;              // elements
   i64 block_stride, token_stride, head_stride;  // of keys and values, elements
-  int only_selecting;        // whether rows that attend everything are attend.cu's
   float scale;
 };
 
@@ -62,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   const bool selects = pages > 0;
   u16* out = p.output + row * p.output_stride + head * (GROUP * HEAD_DIM);
   cluster_wait();
-  if (!selects && p.only_selecting) return;
   if (length == 0) {  // padding, which later layers still compute with
 #pragma unroll 1
     for (int at = threadIdx.x; at < SLICE / 2; at += THREADS) *(u32*)&out[rank * SLICE + 2 * at] = 0;
