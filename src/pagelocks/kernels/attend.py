@@ -26,8 +26,8 @@ class Attend:
         shared = warps * stages * stage + merge
         blocks = max(1, min(16 // warps, (SHARED_MEMORY + 1024) // (shared + 1024)))
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK")
-        defines |= {"WARPS": warps, "STAGES": stages, "SHARED_BYTES": shared}
-        self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiiif", 32 * warps, shared)
+        defines |= {"WARPS": warps, "STAGES": stages, "SHARED_BYTES": shared, "LEAST_PAGES": LEAST_PAGES}
+        self._kernel = Kernel("attend", "attend_pages", defines, "PPPPPPPPPPPPqqqqqqiiif", 32 * warps, shared)
         self.parts = blocks * torch.cuda.get_device_properties(device).multi_processor_count
         # The type is named: vLLM makes layers under a default of the model's own.
         size = (2 * self.parts, members)
@@ -85,7 +85,6 @@ class Attend:
             block_table.stride(0),
             rows,
             self.parts,
-            LEAST_PAGES,
             pages.shape[-1],
             scale,
         )

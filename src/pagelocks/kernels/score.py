@@ -41,9 +41,9 @@ class Score:
         heads, warps, stages = warps_of(shape)
         self.subs = warps // heads
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
-        defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages}
+        defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages, "LEAST_PAGES": LEAST_PAGES}
         shared = warps * stages * GROUP_PAGES * shape.layout.record_bytes
-        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPqqqqqqiiif", 32 * warps, shared)
+        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPqqqqqqiif", 32 * warps, shared)
         self._columns = shape.kv_heads // heads
         self.parts = max(1, torch.cuda.get_device_properties(device).multi_processor_count // self._columns)
         self.log_mass = torch.empty(shape.kv_heads, capacity, shape.group, dtype=torch.float32, device=device)
@@ -93,6 +93,5 @@ class Score:
             self.slots,
             rows,
             self.parts,
-            LEAST_PAGES,
             scale,
         )

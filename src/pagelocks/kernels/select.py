@@ -14,20 +14,21 @@ from .shape import KernelShape
 THREADS = 512
 KEYS = 8192
 """Pages of a block whose shares fit its shared memory; others stay in global memory."""
-SCORED = "PPPPPqqqiiiiii"
+SCORED = "PPPPPqqqiiii"
 """The fields of select.cuh's `Scored`."""
 
 
 def selection_defines(shape: KernelShape, score: Score, threads: int, keys: int, cluster: int) -> dict[str, int]:
     """What select.cuh must know when it is compiled."""
     defines = shape.defines("GROUP", "KV_HEADS", "PAGES_A_BLOCK")
-    return defines | {"SUBS": score.subs, "THREADS": threads, "KEYS": keys, "CLUSTER": cluster}
+    defines |= {"SUBS": score.subs, "LEAST_PAGES": LEAST_PAGES, "BUDGET_PAGES": shape.config.budget_pages}
+    return defines | {"THREADS": threads, "KEYS": keys, "CLUSTER": cluster}
 
 
 def selection_bytes(shape: KernelShape, threads: int, keys: int, cluster: int) -> int:
     """Shared memory that holds select.cuh's `Selection`."""
     warps = threads // 32
-    histograms, table = (6 if cluster > 1 else 4) * 2048 * 4, 4 * (keys // shape.pages_a_block + 2)
+    histograms, table = 6 * 2048 * 4, 4 * (keys // shape.pages_a_block + 2)
     heads = shape.group * (8 * max(1, warps // shape.group) + 4)
     return 4 * max(1, keys) + table + histograms + heads + 12 * warps + 8 * cluster + 256
 
@@ -37,8 +38,8 @@ def scored(shape: KernelShape, score: Score, block_table: Tensor, start: Tensor,
     config = shape.config
     tensors = (score.log_mass, score.partial, start, block_table, keys)
     strides = (block_table.stride(0), score.capacity, score.slots)
-    pages = (config.budget_pages, config.sink_pages, config.recent_pages)
-    return [*(t.data_ptr() for t in tensors), *strides, rows, score.parts, LEAST_PAGES, *pages]
+    pages = (config.sink_pages, config.recent_pages)
+    return [*(t.data_ptr() for t in tensors), *strides, rows, score.parts, *pages]
 
 
 class Select:

@@ -46,7 +46,7 @@ class SelectAttend:
         defines = selection_defines(shape, self.score, THREADS, KEYS, cluster)
         defines |= shape.defines("HEAD_DIM")
         shared = fixed + stages * stage
-        defines |= {"BUDGET_PAGES": shape.config.budget_pages, "STAGES": stages, "SHARED_BYTES": shared}
+        defines |= {"STAGES": stages, "SHARED_BYTES": shared}
         fields = SCORED + "PPPPPqqqqqf"
         self._kernels[cluster] = Kernel("select_attend", "select_attend", defines, fields, THREADS, shared, cluster)
 

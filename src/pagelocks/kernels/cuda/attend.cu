@@ -5,7 +5,8 @@
 // and keeps a running softmax; warps merge at the end of a row and head, blocks through partial results in global
 // memory, which the last of them to arrive adds up, in order.
 //
-// Needs, beside what page.cuh does: PAGES_A_BLOCK, KV_HEADS, WARPS, STAGES, SHARED_BYTES; FP16 or not.
+// Needs, beside what page.cuh does: PAGES_A_BLOCK, KV_HEADS, LEAST_PAGES, WARPS, STAGES, SHARED_BYTES; FP16
+// or not.
 
 struct Params {
   const u16* query;          // (rows, KV_HEADS * GROUP, HEAD_DIM)
@@ -23,7 +24,7 @@ struct Params {
   i64 query_stride, output_stride;                // elements
   i64 block_stride, token_stride, head_stride;    // of keys and values, elements
   i64 table_stride;
-  int rows, parts, least_pages, budget_pages;
+  int rows, parts, budget_pages;
   float scale;
 };
 
@@ -244,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
   extern __shared__ __align__(128) u8 raw[];
   wait_for_previous_kernel();
   const int total = p.attend_start[p.rows] * ITEMS;
-  const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
+  const int parts = parts_of(total, p.parts);
   if ((int)blockIdx.x < parts) {
     attend_part(p, raw, part_begin(total, blockIdx.x, parts), part_begin(total, blockIdx.x + 1, parts), total, parts);
   }

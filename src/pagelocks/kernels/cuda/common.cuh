@@ -103,6 +103,11 @@ DEVICE int part_of(int total, int position, int parts) {
   return (int)(at < large ? at / (each + 1) : more + (at - large) / each);
 }
 
+// How many of `parts` blocks are worth having for so many positions.
+#ifdef LEAST_PAGES
+DEVICE int parts_of(int total, int parts) { return min(parts, (total + LEAST_PAGES - 1) / LEAST_PAGES); }
+#endif
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 DEVICE u32 shared_address(const void* pointer) {
   u32 address;

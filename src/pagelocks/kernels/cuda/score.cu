@@ -20,7 +20,8 @@
 // 1e-30 ... 1e30, or t beyond fp16), the group is computed again with the maximum subtracted.
 //
 // Needs: PAGES_A_BLOCK, HEAD_DIM, GROUP, KV_HEADS, RANK, RECORD_BYTES, CENTROID, COLUMNS, COLUMN_BYTES, COEFFICIENTS,
-// BASIS_SCALE, COEFFICIENT_SCALE, WARPS, HEADS_A_BLOCK, STAGES; FP16 or not.
+// BASIS_SCALE, COEFFICIENT_SCALE, LEAST_PAGES, WARPS, HEADS_A_BLOCK, STAGES; FP16 or
+// not.
 
 struct Params {
   const u16* query;          // (rows, KV_HEADS * GROUP, HEAD_DIM)
@@ -33,7 +34,7 @@ struct Params {
   i64 query_stride, block_bytes;  // elements; bytes
   i64 key_block_bytes;
   i64 table_stride, capacity, slots;
-  int rows, parts, least_pages;
+  int rows, parts;
   float scale;
 };
 
@@ -306,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   wait_for_previous_kernel();
   const int total = p.start[p.rows];
   if (total == 0) return;
-  const int useful = (total + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
+  const int parts = parts_of(total, p.parts);
   if ((int)blockIdx.x >= parts) return;
   const int low = part_begin(total, blockIdx.x, parts), high = part_begin(total, blockIdx.x + 1, parts);
   const int first_row = row_of(p.start, p.rows, low), limit = row_of(p.start, p.rows, high - 1) + 1;

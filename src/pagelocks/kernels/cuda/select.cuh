@@ -13,7 +13,8 @@
 // receiver's mbarrier: a cluster barrier would fence all of memory, five times over.  A row of few pages is its first
 // block's alone: what the others would save is less than what it takes to meet them.
 //
-// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS (as in score.cu), THREADS, KEYS (that fit shared memory), CLUSTER.
+// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS and LEAST_PAGES (as in score.cu), THREADS, KEYS (that fit shared memory),
+// CLUSTER, BUDGET_PAGES.
 
 constexpr int DIGITS = 3;
 constexpr int BINS = 2048;                              // of the last digit; the first two have half as many
@@ -33,15 +34,15 @@ struct Scored {
   const int* block_table;    // (rows, blocks of a row)
   u32* keys;                 // (KV_HEADS, capacity): shares as keys, where shared memory is too small for them
   i64 table_stride, capacity, slots;
-  int rows, parts, least_pages;  // parts and least_pages as in score.cu
-  int budget_pages, sink_pages, recent_pages;
+  int rows, parts;           // parts as in score.cu
+  int sink_pages, recent_pages;
 };
 
 struct Selection {                  // shared memory
   u32 keys[KEYS > 0 ? KEYS : 1];
   u32 table[TABLE];
   u32 total[DIGITS][BINS];          // in the first block: the cluster's histograms
-  u32 local[CLUSTER > 1 ? DIGITS : 1][BINS];  // this block's
+  u32 local[DIGITS][BINS];          // this block's
   __align__(16) uint4 found[DIGITS];  // the digit, pages above it, pages inside it
   u64 counts[CLUSTER];              // of each block: pages above the threshold, and at it
   u64 histogram_ready[DIGITS], found_ready[DIGITS], counts_ready;  // mbarriers
@@ -78,8 +79,7 @@ DEVICE void prepare_selection(Selection& s) {
   for (int i = threadIdx.x; i < BINS; i += THREADS) {
 #pragma unroll
     for (int digit = 0; digit < DIGITS; digit++) {
-      s.total[digit][i] = 0;
-      if (CLUSTER > 1) s.local[digit][i] = 0;
+      s.total[digit][i] = s.local[digit][i] = 0;
     }
   }
   if (threadIdx.x == 0) {
@@ -135,9 +135,10 @@ template <int COUNT> DEVICE uint4 find_digit(Selection& s, const u32* histogram,
 
 // A row that is here has more pages than the budget, so more than enough that are neither sink nor recent: blocks wait for
 // exactly as many.  Calls put(place, page, physical page) for each chosen page, place by place from some thread of some block.  Blocks
-// that have no part in it (rank >= blocks) must not call this.  `start` and `pages` are the row's, from p.start.
+// that have no part in it (rank >= blocks) must not call this.  `start` and `pages` are
+// the row's and `scored` all rows', from p.start.
 template <class Put>
-DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pages, int head, int length, int rank,
+DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pages, int scored, int head, int length, int rank,
                        int blocks, Put put) {
   const int lane = lane_id(), warp = threadIdx.x >> 5, held = (length + PAGE - 1) / PAGE;
   const int begin = (int)((i64)pages * rank / blocks), end = (int)((i64)pages * (rank + 1) / blocks), count = end - begin;
@@ -147,8 +148,7 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   const int* row_table = p.block_table + row * p.table_stride;
 
   // Loads, all on their way before the first is waited for.  First what `score` saw of the row, of one query head.
-  const int scored = p.start[p.rows];
-  const int useful = (scored + p.least_pages - 1) / p.least_pages, parts = p.parts < useful ? p.parts : useful;
+  const int parts = parts_of(scored, p.parts);
   const int first = part_of(scored, start, parts), last = part_of(scored, start + pages - 1, parts);
   const int piece = warp / COLUMNS, slots = (last - first + 1) * SUBS;
   const float2* seen = p.partial + (i64)head * GROUP * p.slots + (i64)(first + row) * SUBS;
@@ -247,13 +247,13 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   __syncthreads();
 
   // The threshold, by digits of 10, 10 and 11 bits.
-  u32 need = p.budget_pages - p.sink_pages - p.recent_pages, prefix = 0, shift = 31;
+  u32 need = BUDGET_PAGES - p.sink_pages - p.recent_pages, prefix = 0, shift = 31;
 #pragma unroll 1
   for (int digit = 0; digit < DIGITS; digit++) {
     const int bits = digit < 2 ? 10 : 11, bins = 1 << bits;
     const u32 above_shift = shift;
     shift -= bits;
-    u32* histogram = CLUSTER == 1 || blocks == 1 ? s.total[digit] : s.local[digit];
+    u32* histogram = blocks == 1 ? s.total[digit] : s.local[digit];
 #pragma unroll 1
     for (int i = threadIdx.x; i - lane < count; i += THREADS) {
       const u32 key = i < count ? keys[i] : 0u;
@@ -318,7 +318,7 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
     for (int i = threadIdx.x; i < p.sink_pages + p.recent_pages; i += THREADS) {
       const bool sink = i < p.sink_pages;
       const int page = sink ? i : held - p.recent_pages + i - p.sink_pages;
-      put(sink ? i : p.budget_pages - p.recent_pages + i - p.sink_pages, page, physical(row_table[page / PAGES_A_BLOCK], page));
+      put(sink ? i : BUDGET_PAGES - p.recent_pages + i - p.sink_pages, page, physical(row_table[page / PAGES_A_BLOCK], page));
     }
   }
   u32 chosen_above = (u32)before, seen_at = (u32)(before >> 32);

@@ -5,8 +5,7 @@
 // sums and writes it.  All that blocks tell one another are asynchronous stores that count on the receiver's mbarrier.
 // A row that attends everything does so in the same way, each block an even part of its pages.
 //
-// Needs, beside what select.cuh and page.cuh do: BUDGET_PAGES, STAGES (pages that a block holds at a time),
-// SHARED_BYTES; FP16 or not.
+// Needs, beside what select.cuh and page.cuh do: STAGES (pages that a block holds at a time), SHARED_BYTES; FP16 or not.
 
 struct Params {
   Scored scored;
@@ -56,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   cluster_arrive();  // waited for before another block's memory is touched
   wait_for_previous_kernel();
   const int start = p.scored.start[row], pages = p.scored.start[row + 1] - start, length = p.lengths[row];
+  const int scored = p.scored.start[p.scored.rows];
   const int blocks = pages <= ALONE ? 1 : CLUSTER, held = (length + PAGE - 1) / PAGE;
   const bool selects = pages > 0;
   u16* out = p.output + row * p.output_stride + head * (GROUP * HEAD_DIM);
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   u32 query[DEPTH][2 * HALVES];
   load_queries(query, p.query + row * p.query_stride + head * (GROUP * HEAD_DIM), 0);
   if (selects && rank < blocks) {
-    select_row(p.scored, s, row, start, pages, head, length, rank, blocks, [&](int place, int page, int physical) {
+    select_row(p.scored, s, row, start, pages, scored, head, length, rank, blocks, [&](int place, int page, int physical) {
       const int to = place / SHARE;
       store_async(remote(&a.list[place % SHARE], to), (u32)physical, remote(&a.list_ready, to));
     });
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   for (int first = 0; first < mine; first += STAGES) {
     const int count = min(STAGES, mine - first);
     if (first) __syncthreads();  // the stages are free again
-#pragma unroll 2
+#pragma unroll 1
     for (int at = threadIdx.x; at < count * PAGE * ROW_CHUNKS; at += THREADS) {
       const int stage = at / (PAGE * ROW_CHUNKS), page = physical_page(first + stage);
       const i64 base = (i64)(page / PAGES_A_BLOCK) * p.block_stride + (i64)(page % PAGES_A_BLOCK) * PAGE * p.token_stride +
