@@ -141,7 +141,12 @@ class Kernel:
             dimension.value.clusterDim.y = dimension.value.clusterDim.z = 1
             attributes.append(dimension)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        self._config = config
+        self._config, self._cluster = config, cluster
+
+    def most_clusters(self) -> int:
+        """Clusters that the device holds at a time; 0 if it cannot launch one, as where a GPC has too few processors."""
+        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = self._cluster, 1, 1
+        return int(_call(self._driver.cuOccupancyMaxActiveClusters, self._function, self._config))
 
     def launch(self, stream: int, grid: tuple[int, int], *values: Any) -> None:
         """Launch on the stream with this handle; `values` are the struct's fields, tensors as their addresses."""

@@ -58,6 +58,7 @@ class Select:
     def __init__(self, shape: KernelShape, score: Score, max_rows: int, logical: bool, device: torch.device) -> None:
         self.shape, self.score = shape, score
         self._kernels: dict[int, Kernel] = {}
+        self._largest = 16
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.keys = torch.empty(shape.kv_heads, score.capacity, dtype=torch.int32, device=device)
         size = (max_rows, shape.kv_heads, shape.config.budget_pages)
@@ -66,19 +67,21 @@ class Select:
 
     def cluster(self, rows: int) -> int:
         """Blocks that share one row and head: as many as keep the processors busy, 16 at most."""
-        blocks = 16
+        blocks = self._largest
         while blocks > 1 and blocks * rows * self.shape.kv_heads > self._processors:
             blocks //= 2
         return blocks
 
     def warm_up(self, rows: int) -> None:
-        """Compile what `rows` rows need."""
-        cluster = self.cluster(rows)
-        if cluster not in self._kernels:
+        """Compile what `rows` rows need, of the largest clusters that this device can launch."""
+        while (cluster := self.cluster(rows)) not in self._kernels:
             shared = selection_bytes(self.shape, THREADS, KEYS, cluster)
             defines = selection_defines(self.shape, self.score, THREADS, KEYS, cluster) | {"SHARED_BYTES": shared}
             kernel = Kernel("select", "select_pages", defines, SCORED + "PPP", THREADS, shared, cluster)
-            self._kernels[cluster] = kernel
+            if cluster > 1 and kernel.most_clusters() == 0:
+                self._largest = cluster // 2
+            else:
+                self._kernels[cluster] = kernel
 
     def __call__(self, stream: int, block_table: Tensor, start: Tensor, lengths: Tensor, rows: int) -> None:
         """Select pages of the rows that `start` counts pages of.
