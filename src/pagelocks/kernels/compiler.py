@@ -144,7 +144,7 @@ class Kernel:
         self._config, self._cluster = config, cluster
 
     def most_clusters(self) -> int:
-        """Clusters that the device holds at a time; 0 if it cannot launch one, as where a GPC has too few processors."""
+        """Clusters that the device holds at a time; 0 if it cannot launch one, for want of processors in a GPC."""
         self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = self._cluster, 1, 1
         return int(_call(self._driver.cuOccupancyMaxActiveClusters, self._function, self._config))
 
