@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagelocks import log_mass, page_share, select_pages, summarize
-from pagelocks.selectors import SELECTORS, Centroid, Exact, Locks, Random
+from pagelocks.selectors import SELECTORS, Centroid, Exact, Locks, Quest, Random, Streaming
 from pagelocks.theory import coverage, exact_log_mass
 
 from .helpers import make_config, normal, plain_config
@@ -32,13 +32,21 @@ class Pages:
 
 
 def test_registry():
-    for name, selector in (("locks", Locks), ("exact", Exact), ("centroid", Centroid), ("random", Random)):
-        assert SELECTORS[name] is selector
+    for selector in (Locks, Exact, Centroid, Quest, Streaming, Random):
+        assert SELECTORS[selector.__name__.lower()] is selector
 
 
-@pytest.mark.parametrize(
-    ("name", "reads"), [("locks", ["summary"]), ("exact", ["keys"]), ("centroid", ["keys"]), ("random", [])]
-)
+READS = {
+    "locks": ["summary"],
+    "exact": ["keys"],
+    "centroid": ["keys"],
+    "quest": ["keys"],
+    "streaming": [],
+    "random": [],
+}
+
+
+@pytest.mark.parametrize(("name", "reads"), READS.items())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shape_dtype_and_reads(name, reads, dtype):
     pages = Pages(normal(0, 2, 7, 16, 64).to(dtype), make_config())
@@ -83,7 +91,7 @@ def test_centroid_never_overestimates_and_misses_what_cancels():
     assert Centroid().log_mass(query, pages, 0.125)[0, 5] < 10 < Locks().log_mass(query, pages, 0.125)[0, 5]
 
 
-@pytest.mark.parametrize("name", ["locks", "exact", "centroid"])
+@pytest.mark.parametrize("name", ["locks", "exact", "centroid", "quest"])
 @pytest.mark.parametrize("poison", [float("nan"), INF, -INF])
 def test_a_poisoned_page_is_infinite_and_spoils_no_other(name, poison):
     keys, query = normal(0, 6, 16, 64), normal(1, 3, 64)
@@ -93,6 +101,37 @@ def test_a_poisoned_page_is_infinite_and_spoils_no_other(name, poison):
     assert (mass[:, 2] == INF).all()
     others = [0, 1, 3, 4, 5]
     torch.testing.assert_close(mass[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+def test_quest_bounds_every_logit_and_so_the_mass(page_size):
+    keys, query = normal(0, 2, 30, page_size, 64), normal(1, 2, 3, 64) * 3
+    pages = Pages(keys, make_config(4, page_size))
+    assert (Exact().log_mass(query, pages, 0.125) <= Quest().log_mass(query, pages, 0.125) + 1e-4).all()
+    # A page of equal keys is a box of no size: the bound is the mass.
+    pages = Pages(keys[..., :1, :].expand_as(keys), make_config(4, page_size))
+    torch.testing.assert_close(
+        Quest().log_mass(query, pages, 0.125), Exact().log_mass(query, pages, 0.125), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_quest_against_the_sum_over_channels_written_out():
+    keys, query = normal(0, 5, 16, 8), normal(1, 2, 8)
+    mass = Quest().log_mass(query, Pages(keys, make_config()), 0.5)
+    for head in range(2):
+        for page in range(5):
+            bound = sum(max(query[head, d] * key for key in keys[page, :, d]) for d in range(8))
+            assert mass[head, page].item() == pytest.approx(bound.item() * 0.5 + 2.772589, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 9, 200, 62_500])
+def test_streaming_takes_the_sink_and_the_last_pages(count):
+    config = make_config(budget_pages=8)
+    mass = Streaming().log_mass(normal(1, 3, 64), Pages(torch.empty(count, 16, 1), config), 0.125)
+    lengths = torch.tensor(16 * count)
+    chosen = select_pages(page_share(mass, lengths, config), lengths, config)
+    held = sorted({0, *range(max(0, count - 7), count)})
+    assert [page for page in chosen.tolist() if page >= 0] == held
 
 
 def test_random_is_reproducible_the_same_for_a_group_and_new_at_each_call():
@@ -134,6 +173,7 @@ def test_on_real_keys_the_order_is_exact_locks_centroid_random(real_layers):
                 share = page_share(selector().log_mass(query, Pages(keys, config), layer.scale), lengths, config)
                 totals[name] += coverage(exact, select_pages(share, lengths, config)).mean().item()
     assert totals["exact"] >= totals["locks"] > totals["centroid"] > totals["random"]
+    assert totals["locks"] > max(totals["quest"], totals["streaming"])
     assert totals["locks"] > 0.98 * totals["exact"]
 
 

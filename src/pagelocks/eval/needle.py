@@ -217,7 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 6144], help="prompt tokens")
     parser.add_argument("--prompts", type=int, default=20, help="prompts a context; their seeds are 0 and up")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512], help="tokens that a KV head attends")
-    parser.add_argument("--selectors", nargs="+", default=list(SELECTORS), choices=list(SELECTORS))
+    parser.add_argument(
+        "--selectors", nargs="+", default=["locks", "exact", "centroid", "random"], choices=list(SELECTORS)
+    )
     parser.add_argument("--haystack", default="noise", choices=list(HAYSTACKS))
     parser.add_argument("--output", type=Path, help="a JSON file, written after each context")
     arguments = parser.parse_args(argv)

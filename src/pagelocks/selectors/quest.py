@@ -1,0 +1,28 @@
+"""Quest: a page is the smallest box, channel by channel, that holds its keys (Tang et al., arXiv 2406.10774)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .base import PageSource
+
+
+class Quest:
+    """s_g(j) = sum_d max(q_d min_i k_id, q_d max_i k_id) * scale + log B: no page has more log-mass.
+
+    Reads 2 d numbers a page, 4 d bytes in bf16.  The original ranks pages for each query head by the bound alone and
+    leaves the first two layers dense; here heads of a group share their pages by the softmax of their bounds, as with
+    every selector, and all layers are sparse.
+    """
+
+    def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
+        """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
+        keys, query = pages.keys().to(torch.float32), query.to(torch.float32)
+        low, high = torch.aminmax(keys, dim=-2)  # (..., P, d)
+        bound = query.clamp(min=0) @ high.mT + query.clamp(max=0) @ low.mT
+        mass = bound * scale + math.log(keys.shape[-2])
+        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+        return torch.where(finite, mass, torch.inf)
