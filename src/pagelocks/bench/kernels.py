@@ -65,9 +65,18 @@ class Layers:
     Attributes
     ----------
     caches : list of (blocks, block_size, kv_heads, 2 * head_dim);  records : list, as `Caches` has them
+
+    Parameters
+    ----------
+    layers : int
+        At least so many, if they fit.
+    memory : float
+        Share of the card's free memory that caches and records take, if they need no more.
     """
 
-    def __init__(self, shape: KernelShape, layers: int, context: int, rows: int, seed: int = 0) -> None:
+    def __init__(
+        self, shape: KernelShape, layers: int, context: int, rows: int, seed: int = 0, memory: float = 0.7
+    ) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.shape, self.context, self.rows = shape, context, rows
         heads, head_dim, per, size = shape.kv_heads, shape.head_dim, shape.pages_a_block, shape.block_size
@@ -78,7 +87,7 @@ class Layers:
         torch.cuda.empty_cache()  # what an earlier context left
         free = torch.cuda.mem_get_info()[0]
         layers = max(1, min(layers, int(0.85 * free) // (needed * block_bytes)))
-        blocks = max(needed, int(0.7 * free) // (layers * block_bytes))
+        blocks = max(needed, int(memory * free) // (layers * block_bytes))
         used = torch.randperm(blocks, generator=generator, device="cuda")[:needed]
         table = used.to(torch.int32).view(rows, -1)
         self.caches = [
