@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagelocks.eval.engines import complete_pages
+from pagelocks.eval.records import complete_pages
 from pagelocks.eval.serving import NOISE, PARTS, exact_prompts, first_difference, judge, main, step_statistics
 
 

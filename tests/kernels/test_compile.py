@@ -71,7 +71,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
 def test_they_compile_with_parameters_of_the_size_that_python_packs(kernels: list[Any]) -> None:
     import struct
 
-    assert {name for name, *_ in kernels} - {"select_attend"} == {"plan", "build", "score", "select", "attend"}
+    made = {name: defines for name, _, defines, *_ in kernels}
+    expected = {"plan", "build", "score", "select", "attend"}
+    if made["attend"]["GROUP"] <= 8 and made["attend"]["HEAD_DIM"] <= 128:
+        expected.add("select_attend")
+    assert set(made) == expected
     for name, function, defines, parameters, threads, shared in kernels:
         size = struct.calcsize(f"@{parameters}")
         size = -(-size // 8) * 8  # C pads a struct with pointers to eight bytes, struct does not
@@ -98,6 +102,30 @@ def test_parameters_are_in_the_order_of_the_struct(kernels: list[Any]) -> None:
                     count = words.count(",") + 1
                     found += "P" * count if "*" in words else kinds[words.split()[0]] * count
         assert found == parameters, name
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "rows", "changes", "taken"),
+    [
+        (8, 128, 1, {}, True),
+        (8, 128, 4, {"dense_below": 8192}, True),
+        (8, 128, 5, {}, False),  # clusters of four blocks
+        (9, 128, 1, {}, False),
+        (8, 256, 1, {}, False),
+        (8, 128, 1, {"budget": 8208}, False),
+        (8, 128, 1, {"dense_below": 8193}, False),
+    ],
+)
+def test_what_the_joint_kernel_takes(
+    group: int, head_dim: int, rows: int, changes: dict[str, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(score, "Kernel", lambda *args: None)
+    shape, device = KernelShape(head_dim, 4, group, 16, torch.bfloat16, LocksConfig(**changes)), torch.device("cpu")
+    scored = score.Score(shape, 8, 100, device)
+    joint = select_attend.SelectAttend(shape, scored, select.Select(shape, scored, 8, False, device))
+    assert joint.takes(rows) == taken
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -35,6 +35,7 @@ def _call(function: Any, *args: Any) -> Any:
 
 
 HEADERS = {
+    "score": ("score.cuh",),
     "select": ("select.cuh",),
     "attend": ("page.cuh",),
     "select_attend": ("select.cuh", "page.cuh"),

@@ -53,24 +53,24 @@ struct Selection {                  // shared memory
 };
 
 // Exclusive sum over the block, and the total.
-template <class T> DEVICE T scan(T value, T* warps, T& total) {
+DEVICE u64 scan(u64 value, u64* warps, u64& total) {
   const int lane = lane_id(), warp = threadIdx.x >> 5;
-  T sum = value;
+  u64 sum = value;
 #pragma unroll
   for (int k = 1; k < 32; k <<= 1) {
-    T below = __shfl_up_sync(FULL, sum, k);
+    u64 below = __shfl_up_sync(FULL, sum, k);
     if (lane >= k) sum += below;
   }
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
-  T all = lane < WARPS ? warps[lane] : 0;  // every warp adds up the warps
+  u64 all = lane < WARPS ? warps[lane] : 0;  // every warp adds up the warps
 #pragma unroll
   for (int k = 1; k < 32; k <<= 1) {
-    T below = __shfl_up_sync(FULL, all, k);
+    u64 below = __shfl_up_sync(FULL, all, k);
     if (lane >= k) all += below;
   }
   total = __shfl_sync(FULL, all, 31);
-  T before = __shfl_sync(FULL, all, warp > 0 ? warp - 1 : 0);
+  u64 before = __shfl_sync(FULL, all, warp > 0 ? warp - 1 : 0);
   return (warp > 0 ? before : 0) + sum - value;
 }
 
@@ -305,7 +305,7 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
     at += keys[i] != 0 && top == prefix;
   }
   copy_async_wait<0>();  // the block table; scan has a barrier
-  u64 total, before = scan<u64>(above | (u64)at << 32, s.warp_pairs, total);
+  u64 total, before = scan(above | (u64)at << 32, s.warp_pairs, total);
   if (CLUSTER > 1 && blocks > 1) {
     if (threadIdx.x < blocks) store_async(remote(&s.counts[rank], threadIdx.x), total, remote(&s.counts_ready, threadIdx.x));
     barrier_wait(shared_address(&s.counts_ready), 0);
