@@ -17,7 +17,9 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr int PAGE = 16;
 
 // ---- programmatic dependent launch: a kernel may start before the one ahead of it ends, and must then wait -------
-// Only kernels that are followed by one of ours let it start early: how others wait is not ours to know.
+// Only kernels that are followed by one of ours let it start early: how others wait is not ours to know.  And they do so
+// at their end: a kernel that was let start at the beginning of a long one took 9 microseconds longer as soon as other code
+// had been in the instruction caches (docs/performance.md).
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -107,6 +109,16 @@ DEVICE int part_of(int total, int position, int parts) {
 #ifdef LEAST_PAGES
 DEVICE int parts_of(int total, int parts) { return min(parts, (total + LEAST_PAGES - 1) / LEAST_PAGES); }
 #endif
+
+// ---- global memory -------------------------------------------------------------------------------------------------
+// What every layer of a step reads: it should stay in L2 while a layer's weights pass through it.
+DEVICE int load_kept(const int* from) {
+  u64 policy;
+  int value;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(value) : "l"(from), "l"(policy) : "memory");
+  return value;
+}
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 DEVICE u32 shared_address(const void* pointer) {

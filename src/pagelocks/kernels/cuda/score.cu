@@ -30,7 +30,7 @@ constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 struct Walk {
   int row, page, end;  // the next group is pages page ... of row, none at or past end
   DEVICE_MEMBER void enter(const Params& p, int low, int high, int sub) {
-    int first = p.start[row], last = p.start[row + 1];
+    int first = load_kept(p.start + row), last = load_kept(p.start + row + 1);
     page = (low > first ? low : first) - first + GROUP_PAGES * sub;
     end = (high < last ? high : last) - first;
   }
@@ -46,7 +46,7 @@ struct Walk {
 DEVICE int block_of(const Params& p, const Walk& walk, int limit) {  // this lane's page of the group
   int page = walk.page + lane_id();
   bool mine = walk.row < limit && lane_id() < GROUP_PAGES && page < walk.end;
-  return mine ? p.block_table[walk.row * p.table_stride + page / PAGES_A_BLOCK] : -1;
+  return mine ? load_kept(p.block_table + walk.row * p.table_stride + page / PAGES_A_BLOCK) : -1;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __grid_constant__ Params p) {
@@ -60,9 +60,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
   if (in_block == 0 && lane < STAGES) barrier_init(barrier + 8 * lane, 1), done[sub][lane] = 0;
   barrier_fence();
   __syncthreads();
-  let_next_kernel_start();
   wait_for_previous_kernel();
-  const int total = p.start[p.rows];
+  const int total = load_kept(p.start + p.rows);
   if (total == 0) return;
   const int parts = parts_of(total, p.parts);
   if ((int)blockIdx.x >= parts) return;
@@ -176,4 +175,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
       }
     }
   }
+  let_next_kernel_start();
 }

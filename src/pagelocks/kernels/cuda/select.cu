@@ -17,8 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_pag
   Selection& s = *(Selection*)raw;
   const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
   const int item = blockIdx.x / CLUSTER, row = item / KV_HEADS, head = item % KV_HEADS;
-  let_next_kernel_start();
-  prepare_selection(s);
+  prepare_selection(s, rank);
   cluster_arrive();  // waited for before another block's memory is touched
   wait_for_previous_kernel();
   const int start = p.scored.start[row], pages = p.scored.start[row + 1] - start, length = p.lengths[row];
@@ -31,4 +30,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_pag
     p.pages[out + place] = physical;
     if (p.logical) p.logical[out + place] = page;
   });
+  let_next_kernel_start();
 }

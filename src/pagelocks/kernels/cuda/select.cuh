@@ -41,8 +41,8 @@ struct Scored {
 struct Selection {                  // shared memory
   u32 keys[KEYS > 0 ? KEYS : 1];
   u32 table[TABLE];
-  u32 total[DIGITS][BINS];          // in the first block: the cluster's histograms
-  u32 local[DIGITS][BINS];          // this block's
+  __align__(16) u32 total[DIGITS][BINS];  // in the first block: the cluster's histograms
+  __align__(16) u32 local[DIGITS][BINS];  // this block's
   __align__(16) uint4 found[DIGITS];  // the digit, pages above it, pages inside it
   u64 counts[CLUSTER];              // of each block: pages above the threshold, and at it
   u64 histogram_ready[DIGITS], found_ready[DIGITS], counts_ready;  // mbarriers
@@ -75,12 +75,11 @@ DEVICE u64 scan(u64 value, u64* warps, u64& total) {
 }
 
 // Before the first use of `s`; the cluster must meet before `select_row`.
-DEVICE void prepare_selection(Selection& s) {
-  for (int i = threadIdx.x; i < BINS; i += THREADS) {
-#pragma unroll
-    for (int digit = 0; digit < DIGITS; digit++) {
-      s.total[digit][i] = s.local[digit][i] = 0;
-    }
+DEVICE void prepare_selection(Selection& s, int rank) {
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < DIGITS * BINS / 4; i += THREADS) {
+    if (rank == 0) ((uint4*)s.total)[i] = zeros;
+    if (CLUSTER > 1) ((uint4*)s.local)[i] = zeros;
   }
   if (threadIdx.x == 0) {
     for (int digit = 0; digit < DIGITS; digit++) {
@@ -141,7 +140,9 @@ template <class Put>
 DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pages, int scored, int head, int length, int rank,
                        int blocks, Put put) {
   const int lane = lane_id(), warp = threadIdx.x >> 5, held = (length + PAGE - 1) / PAGE;
-  const int begin = (int)((i64)pages * rank / blocks), end = (int)((i64)pages * (rank + 1) / blocks), count = end - begin;
+  const bool alone = CLUSTER == 1 || blocks == 1;
+  const int begin = alone ? 0 : (int)((u32)pages * rank / CLUSTER);
+  const int end = alone ? pages : (int)((u32)pages * (rank + 1) / CLUSTER), count = end - begin;
   const bool near = count <= KEYS;
   u32* keys = near ? s.keys : p.keys + head * p.capacity + start + begin;
   const float* mass = p.log_mass + ((i64)head * p.capacity + start + begin) * GROUP;

@@ -45,17 +45,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   const int warp = threadIdx.x >> 5, rank = (int)cluster_rank();
   const int item = blockIdx.x / CLUSTER, row = item / KV_HEADS, head = item % KV_HEADS;
   const int listed = min(SHARE, max(0, BUDGET_PAGES - rank * SHARE));
+  // What the plan and the model wrote is older than the scores: `score` has waited for it before this kernel could start.
+  const int start = load_kept(p.scored.start + row), pages = load_kept(p.scored.start + row + 1) - start;
+  const int scored = load_kept(p.scored.start + p.scored.rows), length = load_kept(p.lengths + row);
+  u32 query[DEPTH][2 * HALVES];
+  load_queries(query, p.query + row * p.query_stride + head * (GROUP * HEAD_DIM), 0);
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&a.list_ready), 1);
     barrier_expect(shared_address(&a.list_ready), listed * 4);
     barrier_init(shared_address(&a.received_ready), 1);
     barrier_expect(shared_address(&a.received_ready), CLUSTER * (SLICE + 2 * GROUP) * 4);
   }
-  prepare_selection(s);
+  prepare_selection(s, rank);
   cluster_arrive();  // waited for before another block's memory is touched
   wait_for_previous_kernel();
-  const int start = p.scored.start[row], pages = p.scored.start[row + 1] - start, length = p.lengths[row];
-  const int scored = p.scored.start[p.scored.rows];
   const int blocks = pages <= ALONE ? 1 : CLUSTER, held = (length + PAGE - 1) / PAGE;
   const bool selects = pages > 0;
   u16* out = p.output + row * p.output_stride + head * (GROUP * HEAD_DIM);
@@ -65,8 +68,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
     for (int at = threadIdx.x; at < SLICE / 2; at += THREADS) *(u32*)&out[rank * SLICE + 2 * at] = 0;
     return;
   }
-  u32 query[DEPTH][2 * HALVES];
-  load_queries(query, p.query + row * p.query_stride + head * (GROUP * HEAD_DIM), 0);
   if (selects && rank < blocks) {
     select_row(p.scored, s, row, start, pages, scored, head, length, rank, blocks, [&](int place, int page, int physical) {
       const int to = place / SHARE;
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_attend(const __g
   for (int first = 0; first < mine; first += STAGES) {
     const int count = min(STAGES, mine - first);
     if (first) __syncthreads();  // the stages are free again
-#pragma unroll 1
+#pragma unroll 4
     for (int at = threadIdx.x; at < count * PAGE * ROW_CHUNKS; at += THREADS) {
       const int stage = at / (PAGE * ROW_CHUNKS), page = physical_page(first + stage);
       const i64 base = (i64)(page / PAGES_A_BLOCK) * p.block_stride + (i64)(page % PAGES_A_BLOCK) * PAGE * p.token_stride +
