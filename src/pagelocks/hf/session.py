@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..attend import sparse_attention
 from ..config import LocksConfig, reject
 from ..select import select_pages
-from ..selectors import SELECTORS
-from ..selectors.base import Selector
+from ..selectors import SELECTORS, SEQUENCE_SELECTORS
+from ..selectors.base import PageSource, Selector, observes
 from ..selectors.groups import group_rule
 from .pages import CachedPages
 
@@ -42,6 +42,7 @@ class SparseStep:
     rows : their numbers in the batch: all of it, or one where rows differ in length
     query : (rows, kv_heads, G, head_dim);  keys, values : (rows, kv_heads, tokens, head_dim)
         Of the rows' own tokens, without padding; the last is the query's.
+    source : the complete pages, as selectors see them
     share : fp32 (rows, kv_heads, P), or (rows, kv_heads, G, P) where each query head has pages of its own
     pages : int32 (rows, kv_heads, budget_pages), or (rows, kv_heads, G, budget_pages)
     scale : float
@@ -52,6 +53,7 @@ class SparseStep:
     query: Tensor
     keys: Tensor
     values: Tensor
+    source: PageSource
     share: Tensor
     pages: Tensor
     scale: float
@@ -60,10 +62,10 @@ class SparseStep:
 class _Layer:
     """One layer's selector and rows."""
 
-    def __init__(self, selector: Selector) -> None:
+    def __init__(self, selector: Selector, observed: int = 0) -> None:
         self.selector = selector
+        self.observed = observed  # tokens of a row that the selector has learnt from
         self.pages: dict[tuple[int, ...], CachedPages] = {}
-        self.observed = 0  # tokens of a row that the selector has learnt from
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Session:
     config : LocksConfig
     selector : the factory;  group_rule : the rule's name
     on_step : called with each `SparseStep`, after its pages are chosen and before they are attended
+    attend_all : choose pages and tell `on_step`, but attend everything
     layers : layer -> its counts
     """
 
@@ -82,6 +85,7 @@ class Session:
     selector: SelectorFactory
     group_rule: str = "share"
     on_step: Callable[[SparseStep], None] | None = None
+    attend_all: bool = False
     layers: dict[int, LayerStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +109,14 @@ class Session:
         """Those of one layer."""
         return self.layers.setdefault(layer, LayerStatistics())
 
+    def selectors(self) -> dict[int, tuple[Selector, int]]:
+        """Layer -> its selector of this batch, and the tokens that it has learnt from."""
+        return {layer: (state.selector, state.observed) for layer, state in self._state.items()}
+
+    def go_on_with(self, selectors: dict[int, tuple[Selector, int]]) -> None:
+        """Take selectors that have learnt from the tokens in the cache, as `selectors` gives them."""
+        self._state = {layer: _Layer(selector, observed) for layer, (selector, observed) in selectors.items()}
+
     def begin(self, layer: int) -> None:
         """A new batch: a selector of its own, and no rows."""
         self._state[layer] = _Layer(self.selector(layer))
@@ -117,15 +129,14 @@ class Session:
         query : (rows, kv_heads, G, n, head_dim);  keys : (rows, kv_heads, tokens, head_dim)
         """
         state = self._layer(layer)
-        learn = getattr(state.selector, "observe", None)
-        if learn is None:
+        if not observes(state.selector):
             return
         name, before = type(state.selector).__name__, keys.shape[-2] - query.shape[-2]
         if state.observed != before:
             allowed = f"it learns from every token, and has seen {state.observed} of {before} before this step"
             remedy = "Prefill whole prompts of the same length, without a cache from elsewhere or assisted generation."
             raise reject("selector", name, allowed, remedy)
-        learn(query, keys, scale)
+        state.selector.observe(query, keys, scale)
         state.observed = keys.shape[-2]
 
     def attend(
@@ -147,19 +158,23 @@ class Session:
         if rows not in state.pages:
             state.pages[rows] = CachedPages(config, keys)
         pages = state.pages[rows]
-        if not pages.update(keys) and hasattr(state.selector, "observe"):
+        if not pages.update(keys) and observes(state.selector):
             allowed = "it has learnt from keys that are no longer there"
             raise reject("selector", type(state.selector).__name__, allowed, "Generate without beams.")
-        self.observe(layer, query.unsqueeze(-2), keys, scale)
         if tokens <= max(config.budget, config.dense_below):
+            self.observe(layer, query.unsqueeze(-2), keys, scale)
             counts.rows_dense += len(rows)
             return None
         length = torch.tensor(tokens, device=keys.device)
         mass = state.selector.log_mass(query, pages, scale)
+        self.observe(layer, query.unsqueeze(-2), keys, scale)
         share = group_rule(self.group_rule)(mass, length, config)
         chosen = select_pages(share, length, config)
         if self.on_step is not None:
-            self.on_step(SparseStep(layer, rows, query, keys, values, share, chosen, scale))
+            self.on_step(SparseStep(layer, rows, query, keys, values, pages, share, chosen, scale))
+        if self.attend_all:
+            counts.rows_dense += len(rows)
+            return None
         counts.rows_sparse += len(rows)
         read = sum(len(set(head.flatten().tolist()) - {-1}) for head in chosen.flatten(0, 1))
         counts.pages_read += read
@@ -185,6 +200,7 @@ def attach(
     selector: str | SelectorFactory = "locks",
     group_rule: str = "share",
     on_step: Callable[[SparseStep], None] | None = None,
+    attend_all: bool = False,
 ) -> Session:
     """Have a model's single-token steps select pages.
 
@@ -194,24 +210,18 @@ def attach(
         Its attention becomes "locks", whatever it was.
     config : LocksConfig, optional
     selector : str or callable
-        A name in `SELECTORS`, or layer -> a selector, called for each new prompt.
+        A name in `SELECTORS` or `SEQUENCE_SELECTORS`, or layer -> a selector, called for each new batch.
     group_rule : str
         A name in `GROUP_RULES`.
-    on_step : callable, optional
-        Sees each sparse row of each layer.
+    on_step, attend_all
+        As in `Session`.
 
     Returns
     -------
     Session; a model has one, the last.
     """
-    if isinstance(selector, str):
-        if selector not in SELECTORS:
-            remedy = "Give a function from a layer to a selector for one that needs more than a query and pages."
-            raise reject("selector", selector, f"one of {', '.join(SELECTORS)}, or a function", remedy)
-        made = SELECTORS[selector]
-        session = Session(config or LocksConfig(), lambda layer: made(), group_rule, on_step)
-    else:
-        session = Session(config or LocksConfig(), selector, group_rule, on_step)
+    config = config or LocksConfig()
+    session = Session(config, _factory(selector, config), group_rule, on_step, attend_all)
     set_implementation: Any = getattr(model, "set_attn_implementation", None)
     if set_implementation is None:
         raise reject(
@@ -219,9 +229,22 @@ def attach(
         )
     set_implementation("locks")
     for key in _configurations(model):
+        if key not in _SESSIONS:
+            weakref.finalize(model, _SESSIONS.pop, key, None)
         _SESSIONS[key] = session
-        weakref.finalize(model, _forget, key, session)
     return session
+
+
+def _factory(selector: str | SelectorFactory, config: LocksConfig) -> SelectorFactory:
+    if not isinstance(selector, str):
+        return selector
+    if selector in SELECTORS:
+        return lambda layer: SELECTORS[selector]()
+    if selector in SEQUENCE_SELECTORS:
+        return lambda layer: SEQUENCE_SELECTORS[selector](config)
+    known = ", ".join([*SELECTORS, *SEQUENCE_SELECTORS])
+    remedy = "Give a function from a layer to a selector for one that was calibrated, or of your own."
+    raise reject("selector", selector, f"one of {known}, or a function", remedy)
 
 
 def detach(model: nn.Module, implementation: str = "sdpa") -> None:
@@ -235,15 +258,10 @@ def session_of(module: nn.Module) -> Session:
     """An attention module's session; one with LOCKS' defaults where `attach` was not called."""
     key = id(module.config)
     if key not in _SESSIONS:
-        _SESSIONS[key] = session = Session(LocksConfig(), lambda layer: SELECTORS["locks"]())
-        weakref.finalize(module, _forget, key, session)
+        _SESSIONS[key] = Session(LocksConfig(), lambda layer: SELECTORS["locks"]())
+        weakref.finalize(module, _SESSIONS.pop, key, None)
     return _SESSIONS[key]
 
 
 def _configurations(model: nn.Module) -> set[int]:
     return {id(module.config) for module in model.modules() if hasattr(module, "config")}
-
-
-def _forget(key: int, session: Session) -> None:
-    if _SESSIONS.get(key) is session:  # another model's configuration may lie there by now
-        del _SESSIONS[key]
