@@ -116,8 +116,8 @@ class Probe:
     def links(self, row: int, method: Method) -> dict[str, float] | None:
         """Over layers, KV heads and steps; None if nothing was seen.
 
-        `coverage_ratio` is the mean over groups; `worst`, the worst head of a group, and `p5`, the 5th percentile, are of
-        single query heads, whose ratio may exceed 1, as the oracle chooses for the group.
+        `coverage_ratio` is the mean over groups; `worst`, the worst head of a group, and `p5`, the 5th percentile, are
+        of single query heads, whose ratio may exceed 1, as the oracle chooses for the group.
         """
         if method not in self._groups[row]:
             return None
