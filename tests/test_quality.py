@@ -117,11 +117,11 @@ def test_prompts_hold_their_facts_where_they_say(tokenizer: Any) -> None:
 
 def arguments(path: Path, **changes: Any) -> argparse.Namespace:
     given = {"task": ["niah_single_1"], "context": [600], "records": 3, "selector": ["locks", "random"], "budget": [64]}
-    given |= {"rule": ["share"], "seed": 7, "batch": 2, "link_steps": 1, "output": str(path)}
+    given |= {"rule": ["share"], "seed": 7, "batch": 2, "new_tokens": 3, "link_steps": 1, "output": str(path)}
     return argparse.Namespace(**{**given, **changes})
 
 
-HEADER = {"model": "tiny", "dtype": "float32", "seed": 7, "link_steps": 1}
+HEADER = {"model": "tiny", "dtype": "float32", "seed": 7, "new_tokens": 3, "link_steps": 1}
 
 
 @pytest.mark.model
@@ -132,7 +132,8 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
 
     def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any) -> Any:
         ran.append((len(prompts), [method.selector for method in methods]))
-        return whole(self, prompts, 3, probe, methods)
+        assert tokens == 3
+        return whole(self, prompts, tokens, probe, methods)
 
     monkeypatch.setattr(Runner, "run", counted)
     first = quality.run(arguments(path), HEADER, model, tokenizer)
@@ -190,6 +191,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
         (["--budget", "4096"], "--budget=4096 is not allowed: less than --context, 4096"),
         (["--budget", "100"], "budget=100 is not allowed"),
         (["--records", "0"], "--records=0 is not allowed: 1 or more"),
+        (["--new-tokens", "1"], "--new-tokens=1 is not allowed: 2 or more"),
     ]:
         assert main([*common, *more]) == 2
         assert said in capsys.readouterr().err
@@ -200,24 +202,20 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
 
 @pytest.mark.model
 def test_every_selector_and_task_on_a_real_model(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One record each; the needle is found by LOCKS, the oracle and dense attention, and not by random pages."""
-    whole = Runner.run
-    monkeypatch.setattr(
-        Runner, "run", lambda self, ids, tokens, *more: whole(self, ids, 9 if len(self.methods) > 1 else 2, *more)
-    )
     names, path = [*SELECTORS, *SEQUENCE_SELECTORS], tmp_path / "run.jsonl"
     common = ["--model", "SmolLM2-135M-Instruct", "--records", "1", "--budget", "128", "--device", "cpu", "--json"]
     common += ["--output", str(path), "--dtype", "float32"]
-    assert main(["eval", "run", *common, "--context", "700", "--selector", *names]) == 0
+    assert main(["eval", "run", *common, "--context", "700", "--new-tokens", "9", "--selector", *names]) == 0
     cells = {cell["selector"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
     assert set(cells) == {"dense", *names}
     assert [cells[name]["score"] for name in ("dense", "exact", "locks", "random")] == [100, 100, 100, 0]
     assert all(0 < cells[name]["pages_read"] < 0.25 for name in names)
     assert cells["locks"]["coverage_ratio"] > 0.98 > cells["random"]["coverage_ratio"]
     tasks = [name for name in ruler.TASKS if name != "niah_single_1"]
-    options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0"]
+    options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0", "--new-tokens", "2"]
     common[common.index(str(path))] = str(tmp_path / "tasks.jsonl")
     assert main(["eval", "run", *common, *options]) == 0
     capsys.readouterr()

@@ -45,6 +45,7 @@ def add_run(commands: Any, **shape: Any) -> None:
     parser.add_argument("--rule", nargs="+", default=["share"], choices=list(GROUP_RULES), metavar="RULE")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--batch", type=int, default=1, help="records at a time (1)")
+    parser.add_argument("--new-tokens", type=int, help="at most so many in an answer, instead of the task's own number")
     parser.add_argument("--link-steps", type=int, default=2, help="answer tokens whose links are measured (2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -58,8 +59,8 @@ def run_command(arguments: argparse.Namespace) -> Any:
 
     from . import quality
 
-    for name, least in (("records", 1), ("batch", 1), ("link_steps", 0)):
-        if (value := getattr(arguments, name)) < least:
+    for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0)):
+        if (value := getattr(arguments, name)) is not None and value < least:
             raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
     for budget in arguments.budget:
         LocksConfig(budget=budget)
@@ -72,7 +73,7 @@ def run_command(arguments: argparse.Namespace) -> Any:
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
     header = {"model": Path(folder).name, "dtype": arguments.dtype, "seed": arguments.seed}
-    header |= {"link_steps": arguments.link_steps, **provenance()}
+    header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance()}
     lines = quality.run(arguments, header, model.eval(), tokenizer)
     if not arguments.json:
         Console().print(summary_table(lines))

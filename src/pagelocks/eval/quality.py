@@ -169,7 +169,7 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
                 break
             remedy = "Give a file that pagelocks eval run wrote."
             raise reject(f"line {number + 1} of {path}", text[:40], "one JSON object a line", remedy) from None
-    for name in ("model", "dtype", "seed", "link_steps"):
+    for name in ("model", "dtype", "seed", "new_tokens", "link_steps"):
         if lines[0].get(name) != header[name]:
             found = f"{name}={lines[0].get(name)!r}, and this run has {header[name]!r}"
             raise reject(
@@ -213,7 +213,8 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
                     ids, prompts = aligned([encode(tokenizer, record) for record in records], filler)
                     probe = Probe(prompts, arguments.link_steps)
                     looks = probe if arguments.link_steps else None
-                    answers = runner.run(ids.to(model.device), records[0].max_new_tokens, looks, wanted)
+                    most = arguments.new_tokens or records[0].max_new_tokens
+                    answers = runner.run(ids.to(model.device), most, looks, wanted)
                     for line in lines_of(answers, prompts, tokenizer, probe):
                         if key_of(line) not in held:
                             held.add(key_of(line))
