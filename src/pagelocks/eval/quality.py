@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from .links import coverage, coverage_ratio, group_coverage_ratio, kept_pages, p
 from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
+SETTINGS = ("model", "dtype", "seed", "new_tokens", "link_steps")
+"""What all lines of a file have in common."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,12 @@ def encode(tokenizer: Any, record: ruler.Record) -> Prompt:
     return Prompt(record, ids, tuple(ruler.fact_tokens(tokenizer, record, text, add_special_tokens=False)))
 
 
-def aligned(prompts: Sequence[Prompt], filler: int) -> tuple[Tensor, list[Prompt]]:
-    """Prompts of one length, int64 (rows, tokens): shorter ones get `filler` tokens ahead, and their carriers move."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    made = []
-    for prompt in prompts:
-        more = longest - len(prompt.token_ids)
-        carriers = tuple((first + more, after + more) for first, after in prompt.carriers)
-        made.append(Prompt(prompt.record, (filler,) * more + prompt.token_ids, carriers))
-    return torch.tensor([prompt.token_ids for prompt in made]), made
+def alike(prompts: Sequence[Prompt], most: int) -> Iterator[list[Prompt]]:
+    """Prompts that follow one another and have as many tokens, `most` at a time: a batch has no padding."""
+    for _, same in groupby(prompts, key=lambda prompt: len(prompt.token_ids)):
+        group = list(same)
+        for first in range(0, len(group), most):
+            yield group[first : first + most]
 
 
 class Probe:
@@ -95,7 +95,9 @@ class Probe:
         length = torch.tensor(step.keys.shape[-2], device=step.keys.device)
         exact = Exact().log_mass(step.query, step.source, step.scale)
         for method, selector in selectors.items():
-            rule = group_rule("share" if method.rule == "per-head" else method.rule)
+            if method.rule == "per-head":  # no choice of a group's to compare
+                continue
+            rule = group_rule(method.rule)
             estimate = selector.log_mass(step.query, step.source, step.scale)
             choices = (select_pages(rule(m, length, method.config), length, method.config) for m in (estimate, exact))
             chosen, best = choices
@@ -114,7 +116,7 @@ class Probe:
                     self._kept[row].setdefault(method, []).append(torch.tensor([int(count) for count in counts]))
 
     def links(self, row: int, method: Method) -> dict[str, float] | None:
-        """Over layers, KV heads and steps; None if nothing was seen.
+        """Over layers, KV heads and steps; None if nothing was seen, or each query head has pages of its own.
 
         `coverage_ratio` is the mean over groups; `worst`, the worst head of a group, and `p5`, the 5th percentile, are
         of single query heads, whose ratio may exceed 1, as the oracle chooses for the group.
@@ -133,9 +135,9 @@ class Probe:
 
 
 def lines_of(
-    answers: dict[Method, Answers], prompts: Sequence[Prompt], tokenizer: Any, probe: Probe
+    answers: dict[Method, Answers], prompts: Sequence[Prompt], tokenizer: Any, probe: Probe, shared: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """One line a record and method, for the file."""
+    """One line a record and method, for the file; `shared` is in each."""
     for method, answer in answers.items():
         for row, prompt in enumerate(prompts):
             record = prompt.record
@@ -147,34 +149,39 @@ def lines_of(
                 "pages_read": answer.pages_read / len(prompts),
                 "pages_skipped": answer.pages_skipped / len(prompts),
             }
-            yield line | {"links": probe.links(row, method)}
+            yield line | {"links": probe.links(row, method)} | shared
 
 
 def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a file holds so far; a last line that was cut off while it was written is left out.
+    """What a file holds so far; a file that is not there gets the header, a last line that was cut off is cut away.
 
     Raises
     ------
     ValueError
-        If the file is of another run: its model, type or seed is another one.
+        If the file is of another run: its model, type, seed or other setting is another one.
     """
-    if not path.exists() or not path.read_text().strip():
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if not whole:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(header) + "\n")
         return []
     lines = []
-    for number, text in enumerate(path.read_text().splitlines()):
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
-            lines.append(json.loads(text))
+            lines.append(json.loads(line))
         except json.JSONDecodeError:
-            if number == len(path.read_text().splitlines()) - 1:
-                break
             remedy = "Give a file that pagelocks eval run wrote."
-            raise reject(f"line {number + 1} of {path}", text[:40], "one JSON object a line", remedy) from None
-    for name in ("model", "dtype", "seed", "new_tokens", "link_steps"):
+            raise reject(f"line {number} of {path}", line[:40], "one JSON object a line", remedy) from None
+    for name in SETTINGS:
         if lines[0].get(name) != header[name]:
             found = f"{name}={lines[0].get(name)!r}, and this run has {header[name]!r}"
             raise reject(
                 "--output", str(path), f"a file of the same settings; it has {found}", "Write to another file."
             )
+    if whole != text:
+        with path.open("r+") as file:
+            file.truncate(len(whole.encode()))
     return lines[1:]
 
 
@@ -188,38 +195,37 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
     path = Path(arguments.output)
     done = read_lines(path, header)
     methods = [Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule]
-    stop = [tokenizer.eos_token_id, *(x for x in [model.generation_config.eos_token_id] if isinstance(x, int))]
-    runner = Runner(model, methods, stop)
-    filler = tokenizer("\n", add_special_tokens=False).input_ids[-1]
-    held = {key_of(line) for line in done}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in [header, *done]))
+    ends = model.generation_config.eos_token_id
+    stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    runner, held = Runner(model, methods, sorted(stop)), {key_of(line) for line in done}
     work = [(task, context) for context in arguments.context for task in arguments.task]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress, path.open("a") as file:
         bar = progress.add_task("", total=len(work) * arguments.records)
         for name, context in work:
-            for first in range(0, arguments.records, arguments.batch):
-                indices = range(first, min(first + arguments.batch, arguments.records))
-                progress.update(bar, description=f"{name}, {context} tokens")
+            progress.update(bar, description=f"{name}, {context} tokens")
 
-                def missing(method: Method, indices: range = indices, name: str = name, context: int = context) -> bool:
-                    about = (method.selector, method.budget, method.rule)
-                    return any((name, context, index, *about) not in held for index in indices)
-
-                wanted = [method for method in methods if missing(method)]
-                if wanted or missing(DENSE):
-                    records = [ruler.task(name).make(tokenizer, context, arguments.seed, index) for index in indices]
-                    ids, prompts = aligned([encode(tokenizer, record) for record in records], filler)
-                    probe = Probe(prompts, arguments.link_steps)
-                    looks = probe if arguments.link_steps else None
-                    most = arguments.new_tokens or records[0].max_new_tokens
-                    answers = runner.run(ids.to(model.device), most, looks, wanted)
-                    for line in lines_of(answers, prompts, tokenizer, probe):
-                        if key_of(line) not in held:
-                            held.add(key_of(line))
-                            done.append(line)
-                            file.write(json.dumps(line) + "\n")
-                    file.flush()
-                progress.advance(bar, len(indices))
+            wanted = {
+                index: [
+                    m for m in [DENSE, *methods] if (name, context, index, m.selector, m.budget, m.rule) not in held
+                ]
+                for index in range(arguments.records)
+            }
+            progress.advance(bar, sum(not left for left in wanted.values()))
+            records = (
+                ruler.task(name).make(tokenizer, context, arguments.seed, i) for i, left in wanted.items() if left
+            )
+            for prompts in alike([encode(tokenizer, record) for record in records], arguments.batch):
+                some = [m for m in methods if any(m in wanted[prompt.record.index] for prompt in prompts)]
+                ids = torch.tensor([prompt.token_ids for prompt in prompts], device=model.device)
+                probe = Probe(prompts, arguments.link_steps)
+                most = arguments.new_tokens or prompts[0].record.max_new_tokens
+                answers = runner.run(ids, most, probe if arguments.link_steps else None, some)
+                for line in lines_of(answers, prompts, tokenizer, probe, {"commit": header.get("commit")}):
+                    if key_of(line) not in held:
+                        held.add(key_of(line))
+                        done.append(line)
+                        file.write(json.dumps(line) + "\n")
+                file.flush()
+                progress.advance(bar, len(prompts))
     return done

@@ -1,4 +1,4 @@
-"""One prefill, many decodes: a batch of prompts answered by dense attention and by every selector, in Transformers.
+"""One prefill, many decodes: a batch of prompts answered by dense attention and by many methods, in Transformers.
 
 The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
 learn; each method then decodes from that cache, which is cut back to the prompt afterwards.  So the first token comes
@@ -17,12 +17,8 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
-from ..selectors import SELECTORS, SEQUENCE_SELECTORS, Exact, Selector, observes
-from ..selectors.base import PageSource
+from ..selectors import Exact, PageSource, Selector, make_selector, observes
 from ..selectors.groups import group_rule
-
-Calibrated = dict[str, Callable[[int], Selector]]
-"""Name -> layer -> a calibrated selector of a model's."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class _Ensemble:
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         return Exact().log_mass(query, pages, scale)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         return Exact().page_bytes(head_dim, page_size, itemsize)
 
 
@@ -85,7 +81,6 @@ class Runner:
     model : a causal Transformers model, on its device
     methods : without dense, which always runs
     stop : token ids that end an answer
-    calibrated : selectors that were measured beforehand
     chunk : tokens of a prefill's part
     """
 
@@ -94,23 +89,13 @@ class Runner:
         model: Any,
         methods: Sequence[Method],
         stop: Sequence[int],
-        calibrated: Calibrated | None = None,
         chunk: int = 2048,
     ) -> None:
         self.model, self.methods, self.stop, self.chunk = model, list(methods), set(stop), chunk
-        self._calibrated = calibrated or {}
-        known = ["dense", *SELECTORS, *SEQUENCE_SELECTORS, *self._calibrated]
         for method in self.methods:
-            if method.selector not in known[1:]:
-                raise reject("selector", method.selector, f"one of {', '.join(known[1:])}", "Dense runs anyway.")
-
-    def selector(self, method: Method, layer: int) -> Selector:
-        """A new one for a layer of a batch."""
-        if method.selector in self._calibrated:
-            return self._calibrated[method.selector](layer)
-        if method.selector in SEQUENCE_SELECTORS:
-            return SEQUENCE_SELECTORS[method.selector](method.config)
-        return SELECTORS[method.selector]()
+            if method.selector == "dense":
+                raise reject("selector", "dense", "a selector's name", "Leave it out: dense attention always runs.")
+            make_selector(method.selector, method.config)
 
     def run(
         self,
@@ -139,8 +124,7 @@ class Runner:
         session = hf.attach(
             self.model,
             LocksConfig(budget=budget, dense_below=0),
-            lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
-            on_step=step,
+            lambda layer: _Ensemble({method: make_selector(method.selector, method.config) for method in chosen}),
             attend_all=True,
         )
 
@@ -156,12 +140,13 @@ class Runner:
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
+            session.on_step = step  # not before: a prompt's last part may be a single token
             results = {Method("dense"): Answers(self._decode(cache, first, new_tokens, prompts.shape[1]), 0, 0)}
             for method in chosen:
                 session = hf.attach(
                     self.model,
                     method.config,
-                    lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
+                    lambda layer, method=method: make_selector(method.selector, method.config),  # type: ignore[misc]
                     method.rule,
                 )
                 session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})

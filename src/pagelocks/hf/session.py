@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..attend import sparse_attention
 from ..config import LocksConfig, reject
 from ..select import select_pages
-from ..selectors import SELECTORS, SEQUENCE_SELECTORS
-from ..selectors.base import PageSource, Selector, observes
+from ..selectors import PageSource, Selector, make_selector, observes
 from ..selectors.groups import group_rule
 from .pages import CachedPages
 
@@ -100,11 +99,6 @@ class Session:
                 setattr(total, name, getattr(total, name) + getattr(layer, name))
         return total
 
-    def reset(self) -> None:
-        """Forget counts, rows and what selectors have learnt."""
-        self.layers.clear()
-        self._state.clear()
-
     def counts(self, layer: int) -> LayerStatistics:
         """Those of one layer."""
         return self.layers.setdefault(layer, LayerStatistics())
@@ -167,11 +161,11 @@ class Session:
             return None
         length = torch.tensor(tokens, device=keys.device)
         mass = state.selector.log_mass(query, pages, scale)
-        self.observe(layer, query.unsqueeze(-2), keys, scale)
         share = group_rule(self.group_rule)(mass, length, config)
         chosen = select_pages(share, length, config)
         if self.on_step is not None:
             self.on_step(SparseStep(layer, rows, query, keys, values, pages, share, chosen, scale))
+        self.observe(layer, query.unsqueeze(-2), keys, scale)
         if self.attend_all:
             counts.rows_dense += len(rows)
             return None
@@ -221,7 +215,11 @@ def attach(
     Session; a model has one, the last.
     """
     config = config or LocksConfig()
-    session = Session(config, _factory(selector, config), group_rule, on_step, attend_all)
+    if isinstance(selector, str):
+        make_selector(selector, config)  # raises if there is none of this name
+        name: str = selector
+        selector = lambda layer: make_selector(name, config)  # noqa: E731
+    session = Session(config, selector, group_rule, on_step, attend_all)
     set_implementation: Any = getattr(model, "set_attn_implementation", None)
     if set_implementation is None:
         raise reject(
@@ -235,18 +233,6 @@ def attach(
     return session
 
 
-def _factory(selector: str | SelectorFactory, config: LocksConfig) -> SelectorFactory:
-    if not isinstance(selector, str):
-        return selector
-    if selector in SELECTORS:
-        return lambda layer: SELECTORS[selector]()
-    if selector in SEQUENCE_SELECTORS:
-        return lambda layer: SEQUENCE_SELECTORS[selector](config)
-    known = ", ".join([*SELECTORS, *SEQUENCE_SELECTORS])
-    remedy = "Give a function from a layer to a selector for one that was calibrated, or of your own."
-    raise reject("selector", selector, f"one of {known}, or a function", remedy)
-
-
 def detach(model: nn.Module, implementation: str = "sdpa") -> None:
     """Give a model dense attention again."""
     for key in _configurations(model):
@@ -258,7 +244,7 @@ def session_of(module: nn.Module) -> Session:
     """An attention module's session; one with LOCKS' defaults where `attach` was not called."""
     key = id(module.config)
     if key not in _SESSIONS:
-        _SESSIONS[key] = Session(LocksConfig(), lambda layer: SELECTORS["locks"]())
+        _SESSIONS[key] = Session(LocksConfig(), lambda layer: make_selector("locks", LocksConfig()))
         weakref.finalize(module, _SESSIONS.pop, key, None)
     return _SESSIONS[key]
 
