@@ -155,6 +155,7 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     # Records of one length came together, others by themselves.
     assert sum(count for count, _ in ran) == 3 and all(names == ["locks", "random"] for _, names in ran)
     assert len(first) == 9 and all(line["commit"] == "abc" for line in first)
+    assert {line["page_bytes"] for line in first if line["selector"] != "random"} == {None, 352}  # head size 32
     calls = len(ran)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *first]
     assert quality.run(arguments(path), HEADER, model, tokenizer) == first and len(ran) == calls

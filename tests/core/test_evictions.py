@@ -548,7 +548,8 @@ def test_lazyeviction_protects_its_window():
 def test_page_bytes():
     for name in ("h2o", "snapkv", "kvzip"):
         assert MAKE[name]().page_bytes(128) == 64 and MAKE[name]().page_bytes(64, 8) == 32
-    assert LazyEviction().page_bytes(128) == 128
+    assert LazyEviction().page_bytes(128) == 128 and LazyEviction().page_bytes(128, group=4) == 512
+    assert [MAKE[name]().page_bytes(128, group=4) for name in ("h2o", "snapkv", "kvzip")] == [256, 256, 64]
     assert RKV().page_bytes(128) == TriAttention(FREQUENCIES).page_bytes(128) == 64 + 16 * 128 * 2 / 128
 
 

@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from .. import hf
-from ..config import reject
+from ..config import LocksConfig, reject
 from ..select import select_pages
-from ..selectors import Exact, Selector
+from ..selectors import Exact, Selector, make_selector
 from ..selectors.groups import group_rule
 from . import ruler
 from .carriers import carrier_pages
@@ -135,9 +135,13 @@ class Probe:
 
 
 def lines_of(
-    answers: dict[Method, Answers], prompts: Sequence[Prompt], tokenizer: Any, probe: Probe, shared: dict[str, Any]
+    answers: dict[Method, Answers],
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    probe: Probe,
+    shared: dict[Method, dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """One line a record and method, for the file; `shared` is in each."""
+    """One line a record and method, for the file; `shared` is in all of a method's."""
     for method, answer in answers.items():
         for row, prompt in enumerate(prompts):
             record = prompt.record
@@ -149,7 +153,16 @@ def lines_of(
                 "pages_read": answer.pages_read / len(prompts),
                 "pages_skipped": answer.pages_skipped / len(prompts),
             }
-            yield line | {"links": probe.links(row, method)} | shared
+            yield line | {"links": probe.links(row, method)} | shared[method]
+
+
+def page_bytes(method: Method, model: Any) -> float:
+    """Bytes that a method's step reads to score a page of a KV head."""
+    config, size = model.config, LocksConfig().page_size
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    selector = make_selector(method.selector, method.config)
+    return selector.page_bytes(head_dim, size, model.dtype.itemsize, heads // config.num_key_value_heads)
 
 
 def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
@@ -198,6 +211,8 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
     ends = model.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     runner, held = Runner(model, methods, sorted(stop)), {key_of(line) for line in done}
+    shared = {method: {"page_bytes": page_bytes(method, model), "commit": header.get("commit")} for method in methods}
+    shared[DENSE] = {"page_bytes": None, "commit": header.get("commit")}
     work = [(task, context) for context in arguments.context for task in arguments.task]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress, path.open("a") as file:
@@ -221,7 +236,7 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
                 probe = Probe(prompts, arguments.link_steps)
                 most = arguments.new_tokens or prompts[0].record.max_new_tokens
                 answers = runner.run(ids, most, probe if arguments.link_steps else None, some)
-                for line in lines_of(answers, prompts, tokenizer, probe, {"commit": header.get("commit")}):
+                for line in lines_of(answers, prompts, tokenizer, probe, shared):
                     if key_of(line) not in held:
                         held.add(key_of(line))
                         done.append(line)

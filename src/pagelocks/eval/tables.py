@@ -30,6 +30,7 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
         scores = [line["score"] for line in records.values()]
         low, high = _interval(scores)
         about: Line = dict(zip(CELL, key, strict=True)) | {"n": len(scores), "substitute": _any(records, "substitute")}
+        about["page_bytes"] = next(iter(records.values())).get("page_bytes")
         about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
         for name in ("coverage_ratio", "worst", "p5", "retention", "carriers_kept", "carriers_kept_by_oracle"):
@@ -45,7 +46,7 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
 
 
 def summary_table(lines: Sequence[Line]) -> Table:
-    """The same for people."""
+    """The same for people; bytes are those read to score a page of a KV head."""
     table = Table(box=None, header_style="bold")
     for name in (
         "task",
@@ -59,6 +60,7 @@ def summary_table(lines: Sequence[Line]) -> Table:
         "- dense",
         "coverage",
         "retention",
+        "bytes",
     ):
         table.add_column(name, justify="left" if name in ("task", "selector", "rule") else "right")
     for about in summaries(lines):
@@ -75,6 +77,7 @@ def summary_table(lines: Sequence[Line]) -> Table:
             f"{dense['difference']:+.1f}" if dense else "",
             "" if about["coverage_ratio"] is None else f"{about['coverage_ratio']:.3f}",
             "" if about["retention"] is None else f"{about['retention']:.3f}",
+            "" if about["page_bytes"] is None else f"{about['page_bytes']:g}",
         )
     return table
 
