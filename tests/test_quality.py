@@ -61,6 +61,16 @@ def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None
         assert answers.tokens == [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
 
 
+def test_a_model_with_windows_can_be_measured() -> None:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    gemma = make_model("Gemma3Text", layer_types=layers, sliding_window=32)
+    answers = Runner(gemma, [Method("locks", 64)], []).run(prompt(120), 5)
+    hf.attach(gemma, LocksConfig(budget=64, dense_below=0))
+    assert answers[Method("locks", 64)].tokens == generate(gemma, prompt(120), 5).tolist()
+    hf.detach(gemma)
+    assert answers[Method("dense")].tokens == generate(gemma, prompt(120), 5).tolist()
+
+
 def test_what_cannot_be_measured_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"selector='dense' is not allowed: a selector's name. Leave it out"):
         Runner(model, [Method("dense")], [])
@@ -91,16 +101,18 @@ def test_links_are_of_dense_queries_and_the_oracle_has_all_of_them(model: Any) -
     probe = Probe(prompts, 2)
     Runner(model, methods, []).run(torch.cat([prompt(200), prompt(200, 1)]), 5, probe)
     for row in (0, 1):
-        exact, locks, random = (probe.links(row, method) for method in methods[:3])
+        exact, locks, random = (probe.links(row, method, 5) for method in methods[:3])
         assert exact and locks and random
         assert exact["coverage_ratio"] == exact["worst"] == exact["p5"] == exact["retention"] == 1
         assert exact["carriers_kept"] == exact["carriers_kept_by_oracle"] > 0
         assert 1 > locks["coverage_ratio"] > random["coverage_ratio"] and locks["retention"] > random["retention"]
         assert max(locks["worst"], locks["p5"]) < locks["coverage_ratio"]
-    assert probe.links(0, Method("quest", 64)) is None and probe.links(0, methods[3]) is None
+    assert probe.links(0, Method("quest", 64), 5) is None and probe.links(0, methods[3], 5) is None
     alone = Probe(prompts[:1], 2)
     Runner(model, methods[:2], []).run(prompt(200, 1), 5, alone)
-    assert alone.links(0, methods[1]) == pytest.approx(probe.links(1, methods[1]), abs=1e-4)
+    assert alone.links(0, methods[1], 5) == pytest.approx(probe.links(1, methods[1], 5), abs=1e-4)
+    one, two = (probe.links(0, methods[1], tokens) for tokens in (1, 2))
+    assert probe.links(0, methods[1], 0) is None and one != two == probe.links(0, methods[1], 5)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +135,7 @@ def test_prompts_hold_their_facts_where_they_say(tokenizer: Any) -> None:
             assert record.context[fact[0] : fact[1]] in text and len(text) < fact[1] - fact[0] + 12
         whole = tokenizer.decode(prompt.token_ids)
         assert whole.endswith(record.prefix) and "assistant" in whole
+        assert len(prompt.token_ids) + record.max_new_tokens <= prompt.context
 
 
 def test_only_prompts_of_one_length_share_a_batch() -> None:
@@ -136,7 +149,15 @@ def arguments(path: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**given, **changes})
 
 
-HEADER = {"model": "tiny", "dtype": "float32", "seed": 7, "new_tokens": 3, "link_steps": 1, "commit": "abc"}
+HEADER = {
+    "model": "tiny",
+    "config": "0",
+    "dtype": "float32",
+    "seed": 7,
+    "new_tokens": 3,
+    "link_steps": 1,
+    "commit": "abc",
+}
 
 
 @pytest.mark.model
@@ -179,6 +200,10 @@ def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
     path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
     with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
         read_lines(path, HEADER)
+    path.write_text('{"my": "results"}')
+    with pytest.raises(ValueError, match="a new file, or one that pagelocks eval run wrote"):
+        read_lines(path, HEADER)
+    assert path.read_text() == '{"my": "results"}'
     path.write_text(json.dumps(HEADER) + "\nnonsense\n{}\n")
     with pytest.raises(ValueError, match=r"line 2 of .*'nonsense' is not allowed"):
         read_lines(path, HEADER)

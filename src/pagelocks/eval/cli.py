@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def run_command(arguments: argparse.Namespace) -> Any:
     for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0)):
         if (value := getattr(arguments, name)) is not None and value < least:
             raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
+    for context in arguments.context:
+        if context < 64:
+            raise reject("--context", context, "64 or more", "Use 4096.")
     for budget in arguments.budget:
         LocksConfig(budget=budget)
         if budget >= min(arguments.context):
@@ -74,7 +78,16 @@ def run_command(arguments: argparse.Namespace) -> Any:
     longest = model.config.max_position_embeddings
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
-    header = {"model": Path(folder).name, "dtype": arguments.dtype, "seed": arguments.seed}
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    for path in sorted(Path(folder).glob("*.safetensors")):  # another training run's weights have the same sizes
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    header = {
+        "model": Path(folder).name,
+        "config": digest.hexdigest()[:16],
+        "dtype": arguments.dtype,
+        "seed": arguments.seed,
+    }
     header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance(arguments.device)}
     lines = quality.run(arguments, header, model.eval(), tokenizer)
     if not arguments.json:

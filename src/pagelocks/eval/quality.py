@@ -33,7 +33,7 @@ from .links import coverage, coverage_ratio, group_coverage_ratio, kept_pages, p
 from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
-SETTINGS = ("model", "dtype", "seed", "new_tokens", "link_steps")
+SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps")
 """What all lines of a file have in common."""
 
 
@@ -44,6 +44,7 @@ class Prompt:
     record: ruler.Record
     token_ids: tuple[int, ...]
     carriers: tuple[tuple[int, int], ...]
+    context: int = 0  # tokens asked for, of the chat template, the prompt and the answer
 
 
 def encode(tokenizer: Any, record: ruler.Record) -> Prompt:
@@ -51,13 +52,24 @@ def encode(tokenizer: Any, record: ruler.Record) -> Prompt:
 
     A model without a chat template gets the record's prompt as it is.
     """
+    context = record.length + template_tokens(tokenizer)
     if tokenizer.chat_template is None:
         ids = tuple(tokenizer(record.prompt).input_ids)
-        return Prompt(record, ids, tuple(ruler.fact_tokens(tokenizer, record)))
+        return Prompt(record, ids, tuple(ruler.fact_tokens(tokenizer, record)), context)
     turn = [{"role": "user", "content": record.request}]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + record.prefix
     ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-    return Prompt(record, ids, tuple(ruler.fact_tokens(tokenizer, record, text, add_special_tokens=False)))
+    facts = ruler.fact_tokens(tokenizer, record, text, add_special_tokens=False)
+    return Prompt(record, ids, tuple(facts), context)
+
+
+def template_tokens(tokenizer: Any) -> int:
+    """How many tokens a chat template adds to a turn."""
+    if tokenizer.chat_template is None:
+        return 0
+    turn = [{"role": "user", "content": "x"}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False).input_ids) - len(tokenizer("x").input_ids)
 
 
 def alike(prompts: Sequence[Prompt], most: int) -> Iterator[list[Prompt]]:
@@ -83,14 +95,15 @@ class Probe:
     def __init__(self, prompts: Sequence[Prompt], steps: int) -> None:
         self.prompts, self.steps = prompts, steps
         self._seen: dict[int, int] = {}  # layer -> steps
-        self._groups: list[dict[Method, list[Tensor]]] = [{} for _ in prompts]
-        self._heads: list[dict[Method, list[Tensor]]] = [{} for _ in prompts]
-        self._kept: list[dict[Method, list[Tensor]]] = [{} for _ in prompts]
+        # Row -> (step, method) -> what each layer adds.
+        self._groups: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
+        self._heads: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
+        self._kept: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
 
     def __call__(self, step: hf.SparseStep, selectors: dict[Method, Selector]) -> None:
         """Look at one layer's step, of all rows."""
-        self._seen[step.layer] = self._seen.get(step.layer, 0) + 1
-        if self._seen[step.layer] > self.steps:
+        number = self._seen[step.layer] = self._seen.get(step.layer, 0) + 1
+        if number > self.steps:
             return
         length = torch.tensor(step.keys.shape[-2], device=step.keys.device)
         exact = Exact().log_mass(step.query, step.source, step.scale)
@@ -107,31 +120,41 @@ class Probe:
                 )
                 mass = page_mass(seen, method.config.page_size)
                 held, possible = coverage(mass, chosen[row]), coverage(mass, best[row])
-                self._groups[row].setdefault(method, []).append(group_coverage_ratio(held, possible).flatten().cpu())
-                self._heads[row].setdefault(method, []).append(coverage_ratio(held, possible).cpu())
+                self._groups[row].setdefault((number, method), []).append(
+                    group_coverage_ratio(held, possible).flatten().cpu()
+                )
+                self._heads[row].setdefault((number, method), []).append(coverage_ratio(held, possible).cpu())
                 if prompt.carriers:
                     carriers = carrier_pages(seen, method.config.page_size)
                     ours, oracle = (kept_pages(c[row], len(carriers))[:, carriers] for c in (chosen, best))
                     counts = [(ours & oracle).sum(), oracle.sum(), ours.sum(), torch.tensor(ours.numel())]
-                    self._kept[row].setdefault(method, []).append(torch.tensor([int(count) for count in counts]))
+                    self._kept[row].setdefault((number, method), []).append(
+                        torch.tensor([int(count) for count in counts])
+                    )
 
-    def links(self, row: int, method: Method) -> dict[str, float] | None:
-        """Over layers, KV heads and steps; None if nothing was seen, or each query head has pages of its own.
+    def links(self, row: int, method: Method, tokens: int) -> dict[str, float] | None:
+        """Over layers, KV heads and the steps of an answer of so many tokens.
 
         `coverage_ratio` is the mean over groups; `worst`, the worst head of a group, and `p5`, the 5th percentile, are
-        of single query heads, whose ratio may exceed 1, as the oracle chooses for the group.
+        of single query heads, whose ratio may exceed 1, as the oracle chooses for the group.  None if nothing was seen,
+        or each query head has pages of its own.
         """
-        if method not in self._groups[row]:
+
+        def gathered(found: dict[tuple[int, Method], list[Tensor]]) -> list[Tensor]:
+            return [each for step in range(1, tokens + 1) for each in found.get((step, method), [])]
+
+        groups, kept = gathered(self._groups[row]), gathered(self._kept[row])
+        if not groups:
             return None
-        heads = summarize_heads(torch.stack(self._heads[row][method]))
-        found = {"coverage_ratio": float(torch.cat(self._groups[row][method]).mean())}
-        found |= {"worst": heads.worst_head, "p5": heads.percentile_5}
-        if method in self._kept[row]:
-            both, oracle, ours, pairs = torch.stack(self._kept[row][method]).sum(0).tolist()
-            found |= {"carriers_kept": ours / pairs, "carriers_kept_by_oracle": oracle / pairs}
+        heads = summarize_heads(torch.stack(gathered(self._heads[row])))
+        links = {"coverage_ratio": float(torch.cat(groups).mean())}
+        links |= {"worst": heads.worst_head, "p5": heads.percentile_5}
+        if kept:
+            both, oracle, ours, pairs = torch.stack(kept).sum(0).tolist()
+            links |= {"carriers_kept": ours / pairs, "carriers_kept_by_oracle": oracle / pairs}
             if oracle:
-                found["retention"] = both / oracle
-        return {name: round(value, 6) for name, value in found.items()}
+                links["retention"] = both / oracle
+        return {name: round(value, 6) for name, value in links.items()}
 
 
 def lines_of(
@@ -146,14 +169,15 @@ def lines_of(
         for row, prompt in enumerate(prompts):
             record = prompt.record
             said = tokenizer.decode(answer.tokens[row], skip_special_tokens=True)
-            line = {"task": record.task, "context": record.length, "index": record.index, "selector": method.selector}
+            line = {"task": record.task, "context": prompt.context, "index": record.index, "selector": method.selector}
             line |= {"budget": method.budget, "rule": method.rule, "score": ruler.score(said, record), "answer": said}
             line |= {"prompt_tokens": len(prompt.token_ids), "substitute": record.substitute}
             line |= {
                 "pages_read": answer.pages_read / len(prompts),
                 "pages_skipped": answer.pages_skipped / len(prompts),
             }
-            yield line | {"links": probe.links(row, method)} | shared[method]
+            links = probe.links(row, method, len(answers[DENSE].tokens[row]))
+            yield line | {"links": links} | shared[method]
 
 
 def page_bytes(method: Method, model: Any) -> float:
@@ -176,6 +200,9 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if not whole:
+        if text:
+            remedy = "Delete it if a run was stopped before its first answer, or give another file."
+            raise reject("--output", str(path), "a new file, or one that pagelocks eval run wrote", remedy)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(header) + "\n")
         return []
@@ -186,6 +213,8 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             remedy = "Give a file that pagelocks eval run wrote."
             raise reject(f"line {number} of {path}", line[:40], "one JSON object a line", remedy) from None
+    if not all(isinstance(line, dict) for line in lines):
+        raise reject("--output", str(path), "a file that pagelocks eval run wrote", "Write to another file.")
     for name in SETTINGS:
         if lines[0].get(name) != header[name]:
             found = f"{name}={lines[0].get(name)!r}, and this run has {header[name]!r}"
@@ -207,12 +236,14 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
     """Answer what the file does not hold yet; returns all its lines."""
     path = Path(arguments.output)
     done = read_lines(path, header)
-    methods = [Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule]
+    every = (Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule)
+    methods = list(dict.fromkeys(every))
     ends = model.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     runner, held = Runner(model, methods, sorted(stop)), {key_of(line) for line in done}
     shared = {method: {"page_bytes": page_bytes(method, model), "commit": header.get("commit")} for method in methods}
     shared[DENSE] = {"page_bytes": None, "commit": header.get("commit")}
+    added = template_tokens(tokenizer)
     work = [(task, context) for context in arguments.context for task in arguments.task]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress, path.open("a") as file:
@@ -226,9 +257,11 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
                 ]
                 for index in range(arguments.records)
             }
-            progress.advance(bar, sum(not left for left in wanted.values()))
+            progress.advance(bar, sum(not methods_left for methods_left in wanted.values()))
             records = (
-                ruler.task(name).make(tokenizer, context, arguments.seed, i) for i, left in wanted.items() if left
+                ruler.task(name).make(tokenizer, context - added, arguments.seed, i)
+                for i, left in wanted.items()
+                if left
             )
             for prompts in alike([encode(tokenizer, record) for record in records], arguments.batch):
                 some = [m for m in methods if any(m in wanted[prompt.record.index] for prompt in prompts)]

@@ -1,8 +1,8 @@
 """One prefill, many decodes: a batch of prompts answered by dense attention and by many methods, in Transformers.
 
 The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
-learn; each method then decodes from that cache, which is cut back to the prompt afterwards.  So the first token comes
-from dense attention, as in a server, and all others from the method.
+learn; each method then decodes from a copy of that cache.  So the first token comes from dense attention, as in a
+server, and all others from the method.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Runner:
         stop: Sequence[int],
         chunk: int = 2048,
     ) -> None:
-        self.model, self.methods, self.stop, self.chunk = model, list(methods), set(stop), chunk
+        self.model, self.methods, self.stop, self.chunk = model, list(dict.fromkeys(methods)), set(stop), chunk
         for method in self.methods:
             if method.selector == "dense":
                 raise reject("selector", "dense", "a selector's name", "Leave it out: dense attention always runs.")
@@ -141,7 +141,7 @@ class Runner:
                 if isinstance(ensemble, _Ensemble)
             }
             session.on_step = step  # not before: a prompt's last part may be a single token
-            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens, prompts.shape[1]), 0, 0)}
+            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens), 0, 0)}
             for method in chosen:
                 session = hf.attach(
                     self.model,
@@ -150,12 +150,12 @@ class Runner:
                     method.rule,
                 )
                 session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
-                tokens = self._decode(cache, first, new_tokens, prompts.shape[1])
+                answers = self._decode(cache, first, new_tokens)
                 counts = session.statistics()
-                if counts.rows_dense or (max(map(len, tokens)) > 1 and not counts.pages_skipped):
+                if counts.rows_dense or (max(map(len, answers)) > 1 and not counts.pages_skipped):
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
-                results[method] = Answers(tokens, counts.pages_read, counts.pages_skipped)
+                results[method] = Answers(answers, counts.pages_read, counts.pages_skipped)
         return results
 
     def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
@@ -169,20 +169,19 @@ class Runner:
         assert logits is not None
         return cache, logits[:, -1].argmax(-1)
 
-    def _decode(self, cache: Any, first: Tensor, new_tokens: int, prompt_tokens: int) -> list[list[int]]:
-        """Greedy tokens of each row up to a stop token; the cache is as it was, afterwards."""
+    def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int) -> list[list[int]]:
+        """Greedy tokens of each row up to a stop token."""
+        cache = copy.deepcopy(prompt_cache)
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
-        while any(going):
+        while True:
             for row, value in enumerate(token.tolist()):
                 if going[row]:
                     going[row] = value not in self.stop
                     if going[row]:
                         rows[row].append(value)
                         going[row] = len(rows[row]) < new_tokens
-            if any(going):
-                logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
-                token = logits[:, -1].argmax(-1)
-        if (more := cache.get_seq_length() - prompt_tokens) > 0:
-            cache.crop(-more)
-        return rows
+            if not any(going):
+                return rows
+            logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1].argmax(-1)
