@@ -59,14 +59,20 @@ def test_scores_come_from_files_of_runs(tmp_path: Path, capsys: Capsys) -> None:
     scores = {(row["selector"], row["budget"]): row["score"] for row in found["rows"]}
     assert scores == {("dense", 0): 75, ("exact", 64): 50, ("locks", 64): 25, ("locks", 128): 100}
     assert found["model"] == "tiny" and (tmp_path / "score.png").stat().st_size > 4000
+    table, again = tmp_path / "table.json", str(tmp_path / "again.json")
+    assert main(["eval", "table", str(run), "--output", str(table), "--json"]) == 0
+    assert main(["eval", "figure", "score", "--runs", str(table), "--output", again, "--json"]) == 0
+    assert [row["score"] for row in result_of(capsys)["rows"]] == [row["score"] for row in found["rows"]]
     other = run_file(tmp_path / "other.jsonl", "other")
     only_dense = tmp_path / "dense.jsonl"
     only_dense.write_text("".join(run.read_text().splitlines(keepends=True)[:5]))
     (tmp_path / "bad.jsonl").write_text("{}\n")
+    (tmp_path / "bad.json").write_text('[{"model": "tiny"}]')
     for runs, said in [
         ([run, other], "files of one model with answers"),
         ([only_dense], "answers of a selector beside dense's"),
         ([tmp_path / "bad.jsonl"], "a header and lines of a run"),
+        ([tmp_path / "bad.json"], "or a table's cells (KeyError('task'))"),
         ([tmp_path / "none.jsonl"], "No such file"),
     ]:
         assert main(["eval", "figure", "score", "--runs", *map(str, runs), "--output", out]) == 2

@@ -85,12 +85,10 @@ def blind_direction(shared: Tensor, toward: Tensor | None = None) -> Tensor:
     """
     full = torch.linalg.qr(shared.double(), mode="complete").Q
     outside = full[:, shared.shape[1] :]
-    if toward is None:
-        direction: Tensor = outside[:, 0]
-        return direction
-    part = outside.mT @ toward.double()
-    nearest: Tensor = outside @ (part / torch.linalg.vector_norm(part))
-    return nearest
+    part = outside.new_zeros(outside.shape[1]) if toward is None else outside.mT @ toward.double()
+    length = torch.linalg.vector_norm(part)
+    direction: Tensor = outside @ part / length if length > 0 else outside[:, 0]
+    return direction
 
 
 def blind_page(page: Tensor, shared: Tensor, distance: float, toward: Tensor | None = None) -> Tensor:

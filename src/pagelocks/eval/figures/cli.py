@@ -64,7 +64,7 @@ def add_figure(commands: Any, **shape: Any) -> None:
     options = {"contexts": bytes_figure.CONTEXTS, "budgets": bytes_figure.BUDGETS, "head_dims": bytes_figure.HEAD_DIMS}
     _parser(names, "bytes", text, options, shape).set_defaults(run=run_bytes)
     parser = _parser(names, "score", "task score against budget for every selector, from runs", {}, shape)
-    parser.add_argument("--runs", nargs="+", type=Path, required=True, metavar="FILE", help="of pagelocks eval run")
+    parser.add_argument("--runs", nargs="+", type=Path, required=True, metavar="FILE", help="of eval run or eval table")
     parser.set_defaults(run=run_score)
 
 

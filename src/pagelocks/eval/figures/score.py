@@ -1,4 +1,4 @@
-"""Task score against budget for every selector, from the files of `pagelocks eval run`."""
+"""Task score against budget for every selector, from files of `pagelocks eval run` or of `pagelocks eval table`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from ...config import reject
 from ..tables import summaries
 from .means import Row, series
 
+NEEDED = ("model", "task", "context", "selector", "budget", "rule", "score", "low", "high")
+
 
 def rows(files: Sequence[Path]) -> list[Row]:
     """The cells of `pagelocks eval table`, of one model, with its name: score with interval, coverage, retention."""
     found: list[Row] = []
     for path in files:
         try:
-            header, *lines = map(json.loads, path.read_text().splitlines())
-            about = {name: header[name] for name in ("model", "dtype", "seed")}
-            found += [about | cell for cell in summaries(lines)]
+            text = path.read_text()
+            if text.startswith("["):
+                cells = json.loads(text)
+            else:
+                header, *lines = map(json.loads, text.splitlines())
+                about = {name: header[name] for name in ("model", "dtype", "seed")}
+                cells = [about | cell for cell in summaries(lines)]
+            [cell[name] for cell in cells for name in NEEDED]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            allowed = f"a header and lines of a run ({error})"
-            raise reject("--runs", str(path), allowed, "Give files that pagelocks eval run wrote.") from error
+            allowed = f"a header and lines of a run, or a table's cells ({error!r})"
+            remedy = "Give files that pagelocks eval run or pagelocks eval table wrote."
+            raise reject("--runs", str(path), allowed, remedy) from error
+        found += cells
     models = sorted({row["model"] for row in found})
     if len(models) != 1:
         raise reject("--runs", models, "files of one model with answers", "Draw each model by itself.")
