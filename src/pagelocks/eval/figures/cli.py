@@ -107,7 +107,9 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
         raise reject("--context", arguments.context, f"at most {longest} for {arguments.model}", "Use less.")
     prompts = prompts_of(tokenizer, arguments.task, arguments.context, arguments.records, arguments.seed)
     shortest = min(len(prompt.token_ids) for prompt in prompts)
-    if (largest := max(options.get("budgets", [0]))) >= shortest:
+    if "budgets" in options and arguments.budgets is None:
+        options["budgets"] = [budget for budget in options["budgets"] if budget < shortest]
+    if (largest := max(options.get("budgets", [0]), default=shortest)) >= shortest:
         allowed = f"less than the prompts, of which one has {shortest} tokens"
         raise reject("--budget", largest, allowed, "Use less, or a longer --context.")
     ends = model.generation_config.eos_token_id
@@ -160,7 +162,7 @@ def run_score(arguments: argparse.Namespace) -> Any:
 
 
 def _options(defaults: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given, or the default, budgets clipped to below the context; checked."""
+    """What was given, or the default, whose budgets are clipped to below the context; checked."""
     least = {"records": 1, "steps": 1, "context": 64, "calibration": 1}
     for name, value in ((name, getattr(arguments, name, None)) for name in least):
         if value is not None and value < least[name]:
@@ -242,8 +244,11 @@ def _shown(records: Iterable[Any], prompts: int) -> Iterator[Any]:
     """The same records, with a bar of the prompts on standard error."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("prompts", total=prompts)
+        bar, none = progress.add_task("prompts", total=prompts), True
         for record in records:
+            none = False
             progress.update(bar, completed=record.prompt)
             yield record
         progress.update(bar, completed=prompts)
+    if none:
+        raise EvalFailure("nothing was recorded: answers end with their first token, or every layer has a window")
