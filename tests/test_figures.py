@@ -165,9 +165,18 @@ def test_retention_is_the_links_own(seen: Any) -> None:
     assert rows[128, "quest"]["retention"] == close(over_prompts(records, kept))
     ratio = over_prompts(records, lambda r: ratio_of(r, estimate_log_mass(r, Locks(), config), config))
     assert rows[128, "locks"]["coverage_ratio"] == close(ratio)
+
+    def held(record: DecodeRecord, looking: bool) -> Tensor:
+        mass = page_mass(record, 16)
+        looks = mass[..., carrier_pages(record, 16)].sum(-1) >= 0.1
+        pages = choose_pages(estimate_log_mass(record, Locks(), config), record.length, config)
+        return coverage(mass, pages)[looks if looking else ~looks]
+
+    assert rows[128, "locks"]["coverage_retrieval"] == close(over_prompts(records, lambda r: held(r, True)))
+    assert rows[128, "locks"]["coverage_rest"] == close(over_prompts(records, lambda r: held(r, False)))
     for budget in BUDGETS:
         exact = rows[budget, "exact"]
-        assert exact["retention"] == exact["coverage_ratio"] == exact["coverage_rest"] == 1
+        assert exact["retention"] == exact["coverage_ratio"] == 1 > exact["coverage_rest"]
         assert rows[budget, "locks"]["coverage_ratio"] > rows[budget, "random"]["coverage_ratio"]
     bare = [Captured(s.prompt, s.task, s.layer, s.step, without_carriers(s.record)) for s in records]
     with pytest.raises(ValueError, match="records of which some have carriers"):

@@ -21,7 +21,6 @@ from ..carriers import carrier_pages, carrier_retention, retrieval_heads
 from ..links import (
     choose_pages,
     coverage,
-    coverage_ratio,
     estimate_log_mass,
     group_coverage_ratio,
     kept_pages,
@@ -45,7 +44,8 @@ def rows(
     """One row for each budget below a prompt's length and selector.
 
     `retention`: of the carrier pages that the oracle keeps; `retrieval` and `rest`: of all carrier pages, by query
-    heads; `coverage_ratio` of groups, `coverage_retrieval` and `coverage_rest` of query heads, to the oracle's.
+    heads; `coverage_ratio` of groups, to the oracle's; `coverage_retrieval` and `coverage_rest`: the attention that is
+    kept of query heads, to be held against the row of the oracle, whose ratios head by head have no mean to speak of.
     """
     bases, means = principal_components(calibration), Means("budget", "selector")
     for seen in records:
@@ -64,7 +64,7 @@ def rows(
                 chosen = choose_pages(estimate, record.length, config)
                 kept, held = carrier_retention(record, chosen, config.page_size), coverage(mass, chosen)
                 looks = retrieval_heads([kept], LEAST_MASS)
-                fraction, ratio = kept.fraction.unsqueeze(-1).expand_as(looks), coverage_ratio(held, possible)
+                fraction = kept.fraction.unsqueeze(-1).expand_as(looks)
                 means.add(
                     (budget, name),
                     seen.prompt,
@@ -72,8 +72,8 @@ def rows(
                     retrieval=fraction[looks],
                     rest=fraction[~looks],
                     coverage_ratio=group_coverage_ratio(held, possible),
-                    coverage_retrieval=ratio[looks],
-                    coverage_rest=ratio[~looks],
+                    coverage_retrieval=held[looks],
+                    coverage_rest=held[~looks],
                 )
     found = means.rows(["retention"])
     if not found:
