@@ -89,4 +89,4 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         axes.set_title(f"{budget} tokens attended, head size {rows[-1]['head_dim']}", fontsize=10)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("bytes read a step, of dense's")
-    panels[-1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)

@@ -67,4 +67,4 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         axes.set_title(f"LOCKS, {budget} tokens", fontsize=10)
         axes.set_ylim(0, 1)
     panels[0].set_ylabel("coverage of a query head")
-    panels[0].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)

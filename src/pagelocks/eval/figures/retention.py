@@ -96,4 +96,4 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens attended")
         axes.grid(alpha=0.3)
-    panels[1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)

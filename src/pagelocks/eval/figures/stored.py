@@ -7,7 +7,7 @@ Bytes a page of a KV head, with d channels and B keys, no padding or header for 
     sequence      a P-th of the sequence's basis in bf16 (2 d r / P)
     global        nothing: one basis serves all sequences
 
-So a shared basis at the bytes of the page's own has about three to five times its rank.
+So a shared basis at the bytes of the page's own has about three times its rank.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def rows(records: Iterable[Captured], rank: int = LocksConfig.rank) -> list[Row]
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """Quantiles of both summaries, then the error by each property."""
+    """Quantiles of both summaries, then the mean error in tenths of each property."""
     kinds = series(rows, "kind")
     panels = figure.subplots(1, 1 + len(PROPERTIES))
     for name, lines in series([row for row in kinds["quantile"] if row["pairs_of"] == "all"], "summary").items():
@@ -85,9 +85,9 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     panels[0].legend(fontsize=7)
     correlations = {row["property"]: row["within_heads"] for row in kinds["correlation"]}
     for axes, (name, lines) in zip(panels[1:], series(kinds["bin"], "property").items(), strict=True):
-        axes.plot([row["high"] for row in lines], [row["error"] for row in lines], "o-")
-        axes.set_xscale("log")
+        axes.plot(range(1, len(lines) + 1), [row["error"] for row in lines], "o-")
         axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"tenths, {lines[0]['low']:.3g} to {lines[-1]['high']:.3g}", fontsize=8)
         axes.set_title(f"by {name.replace('_', ' ')} (in heads {correlations[name]:+.2f})", fontsize=9)
     for axes in panels:
         axes.tick_params(labelsize=7, which="both")
