@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from ...config import LocksConfig, reject
 from ...selectors import Locks
 from ...selectors.groups import GROUP_RULES
 from ...theory import exact_log_mass
-from ..capture import Captured
 from ..links import choose_pages, coverage, estimate_log_mass, kept_pages, page_mass, summarize_heads
 from .means import Row, series
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [128, 256]
 

@@ -8,7 +8,7 @@ log-mass.  Errors are against exact attention on the same record; the choices ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ...config import LocksConfig
 from ...selectors import make_selector
 from ...summary import summarize
 from ...theory import exact_log_mass, unquantised
-from ..capture import Captured
 from ..decode_record import DecodeRecord
 from ..energy import shared_basis
 from ..links import (
@@ -34,6 +33,9 @@ from ..outputs import output_bound, output_error, value_radius
 from .means import Means, Row
 from .scope import PAGE_SIZE, calibrated_bases, whole_pages
 from .stored import matched_rank, page_keys, shared_keys, stored_bytes
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [256]
 SELECTORS = ("quest", "second-moment", "exact")

@@ -7,15 +7,17 @@ and all of the attention (`coverage`, the pages' coarseness too).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import LocksConfig, reject
 from ...layout import record_layout
 from ...selectors import Locks
 from ...theory import exact_log_mass
-from ..capture import Captured
 from ..links import choose_pages, coverage, estimate_log_mass, group_coverage_ratio, log_mass_error, page_mass
 from .means import Means, Row, series
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [256]
 RANKS = [2, 4, 8, 12, 15]

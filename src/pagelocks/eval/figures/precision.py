@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from ...layout import record_layout
 from ...score import log_mass
 from ...summary import PageSummary, summarize
 from ...theory import exact_log_mass
-from ..capture import Captured
 from ..links import choose_pages, coverage, group_coverage_ratio, log_mass_error, page_mass
 from .means import Means, Row, series
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [128]
 RANKS = [1, 2, 4, 8, 12, 15]

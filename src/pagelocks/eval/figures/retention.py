@@ -7,7 +7,7 @@ apart from the rest.  A retrieval head puts a tenth or more of its exact attenti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...config import LocksConfig, reject
 from ...selectors import Selector, make_selector
 from ...selectors.loki import Loki, calibrate
 from ...theory import exact_log_mass
-from ..capture import Captured
 from ..carriers import carrier_pages, carrier_retention, retrieval_heads
 from ..links import (
     choose_pages,
@@ -27,6 +26,9 @@ from ..links import (
     page_mass,
 )
 from .means import Means, Row, series
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [64, 128, 256, 512, 1024, 2048]
 SELECTORS = ("exact", "locks", "loki", "quest", "centroid", "second-moment", "shadowkv", "streaming", "random")

@@ -8,16 +8,18 @@ have, and a calibrated basis sees the same tasks as it is measured on: both favo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...config import LocksConfig
-from ..capture import Captured
 from ..energy import basis_energy, page_energy, shared_basis
 from .means import Means, Row, series
 from .stored import Scope, matched_rank, page_keys, shared_keys, stored_bytes, stored_share
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 PAGE_SIZE = LocksConfig.page_size
 RANKS = [1, 2, 4, 8, 12, 15]

@@ -6,7 +6,7 @@ Theorem 1 is of the unquantised summary, and of the largest error; rounding is m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from ...config import LocksConfig
 from ...selectors import Locks
 from ...theory import exact_log_mass, unquantised
-from ..capture import Captured
 from ..energy import error_by_property, page_properties
 from ..links import estimate_log_mass, spearman
 from .means import Row, series
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 PROPERTIES = ("dynamic_range", "tail", "norm")

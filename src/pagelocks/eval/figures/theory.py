@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from ...score import log_mass, page_share
 from ...selectors import Exact, Locks
 from ...selectors.loki import Loki
 from ...summary import summarize
-from ..capture import Captured
 from ..decode_record import DecodeRecord
 from ..links import choose_pages, estimate_log_mass, kept_pages, log_mass_error, page_mass
 from ..outputs import output_bound, output_error, value_radius
 from .means import Row
 from .retention import principal_components
+
+if TYPE_CHECKING:  # it needs Transformers, and the command line does not
+    from ..capture import Captured
 
 BUDGETS = [256]
 RANKS = [1, 2, 4, 8, 12]
