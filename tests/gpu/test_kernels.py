@@ -177,9 +177,9 @@ def test_attend(numbers: tuple[Any, ...], fused: bool) -> None:
             check_output(case, pipeline, output)
 
 
-JOINT = [(numbers, rows) for numbers in SHAPES for rows in (1, 2, 4) if numbers[2] <= 8 and numbers[1] * rows <= 16]
+JOINT = [(numbers, rows) for numbers in SHAPES for rows in (1, 2, 4) if numbers[2] <= 8 and numbers[1] * rows <= 12]
 JOINT = [(*each, 128, 3000) for each in JOINT if each[0][0] <= 128]
-JOINT += [(SHAPES[0], rows, *more) for rows in (1, 4) for more in ((128, 0), (2048, 0), (8192, 0))]
+JOINT += [(SHAPES[0], rows, *more) for rows in (1, 3) for more in ((128, 0), (2048, 0), (8192, 0))]
 
 
 @pytest.mark.parametrize(("numbers", "rows", "budget", "dense_below"), JOINT)

@@ -88,7 +88,6 @@ class Pipeline:
 
     def warm_up(self) -> None:
         """Compile for every number of rows, so that no step has to."""
-        self.select.warm_up(1)  # finds the largest clusters that this device can launch
         for rows in range(1, self.max_rows + 1):
             (self._select_attend if self.is_joint(rows) else self.select).warm_up(rows)
 
