@@ -23,6 +23,7 @@ from rich.text import Text
 from . import __version__, models
 from .bench.cli import BenchFailure, add_bench
 from .console import milliseconds, percent, reporter
+from .eval.cli import add_eval
 from .generate import Comparison, EngineFailure, Generation, compare, generate
 
 LOCKS_FLAGS = ("budget", "rank", "dense_below", "sink_pages", "recent_pages")
@@ -91,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     for sub in (listing, fetching):
         sub.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_bench(commands, **shape)
+    add_eval(commands, **shape)
     return top
 
 

@@ -16,13 +16,10 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from ..prompts import DIGITS, HAYSTACKS, NeedlePrompt, needle_prompt
 from ..selectors import SELECTORS
 from ..vllm.counters import FIELDS
 from ..vllm.options import Options
+from .provenance import provenance
 
 MAX_MODEL_LEN = 8192
 NEW_TOKENS = DIGITS + 3
@@ -149,22 +147,6 @@ class Engine:
 
 def describe(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """What a reader needs to run it again: versions, commit, date, command, threads."""
-    import torch
-    import vllm
-
-    package = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str | None:
-        command = ["git", "-C", str(package), *words]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
-    versions["pagelocks"] = version("pagelocks")
-    top = git("rev-parse", "--show-toplevel")
-    ours = top is not None and Path(top, "src", "pagelocks").resolve() == package  # not a repository it is installed in
     return {
         "model": arguments.model,
         "haystack": arguments.haystack,
@@ -174,12 +156,8 @@ def describe(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
         "selectors": arguments.selectors,
         "budgets": arguments.budgets,
         "new_tokens": NEW_TOKENS,
-        "versions": versions,
-        "commit": git("rev-parse", "HEAD") if ours else None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", ".")) if ours else None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "command": shlex.join(["python", "-m", "pagelocks.eval.needle", *argv]),
-        "threads": torch.get_num_threads(),
     }
 
 

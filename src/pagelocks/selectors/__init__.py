@@ -2,21 +2,75 @@
 
 from collections.abc import Callable
 
-from .base import PageSource, Selector
+from ..config import LocksConfig
+from .base import Observer, PageSource, Selector, observes
 from .centroid import Centroid
 from .exact import Exact
+from .h2o import H2O
+from .kvzip import KVzip
+from .lazyeviction import LazyEviction
 from .locks import Locks
+from .loki import Loki
 from .quest import Quest
 from .random import Random
+from .rkv import RKV
+from .rocketkv import RocketKV
+from .second_moment import SecondMoment
+from .shadowkv import ShadowKV
+from .snapkv import SnapKV
 from .streaming import Streaming
+from .triattention import TriAttention
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "locks": Locks,
     "exact": Exact,
     "centroid": Centroid,
     "quest": Quest,
+    "second-moment": SecondMoment,
     "streaming": Streaming,
     "random": Random,
 }
+"""Name -> a selector that needs nothing but a query and pages; one instance may serve all layers and sequences."""
 
-__all__ = ["SELECTORS", "Centroid", "Exact", "Locks", "PageSource", "Quest", "Random", "Selector", "Streaming"]
+SEQUENCE_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
+    "shadowkv": ShadowKV,
+    "rocketkv": RocketKV,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "kvzip": KVzip,
+    "rkv": RKV,
+    "lazyeviction": LazyEviction,
+}
+"""Name -> a selector that depends on the budget or observes: one instance for one layer of one batch."""
+
+CALIBRATED_SELECTORS: dict[str, Callable[..., Selector]] = {
+    "loki": Loki,
+    "triattention": TriAttention,
+}
+"""Name -> a selector whose first argument was measured beforehand, layer by layer; its class says how."""
+
+__all__ = [
+    "CALIBRATED_SELECTORS",
+    "H2O",
+    "RKV",
+    "SELECTORS",
+    "SEQUENCE_SELECTORS",
+    "Centroid",
+    "Exact",
+    "KVzip",
+    "LazyEviction",
+    "Locks",
+    "Loki",
+    "Observer",
+    "PageSource",
+    "Quest",
+    "Random",
+    "RocketKV",
+    "SecondMoment",
+    "Selector",
+    "ShadowKV",
+    "SnapKV",
+    "Streaming",
+    "TriAttention",
+    "observes",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -30,5 +30,35 @@ class Selector(Protocol):
     """Estimates the log-mass of every complete page; shares, budget and ties are the same for all selectors."""
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
-        """query (..., G, d) -> fp32 (..., G, P), natural log."""
+        """query (..., G, d) -> fp32 (..., G, P), natural log; +inf: to be read exactly, -inf: never to be read."""
         ...
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        """Bytes that a decode step reads to score one page of one KV head, keys taking `itemsize` bytes a number."""
+        ...
+
+
+class Observer(Selector, Protocol):
+    """A selector that learns from the steps before: one instance for one layer of one batch."""
+
+    def observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
+        """Look at a step's queries and at all keys so far.
+
+        Called in order, after every dense step (a prompt, or a part of one) and, with n = 1, after every sparse one;
+        a step's `log_mass` comes before its `observe`.
+
+        Parameters
+        ----------
+        query : (..., G, n, d)
+            Of the last n tokens.
+        keys : (..., T, d)
+            Of all tokens up to and including these; query i sees the first T - n + i + 1 of them.
+        scale : float
+            Logits per unit of q . k.
+        """
+        ...
+
+
+def observes(selector: Selector) -> TypeGuard[Observer]:
+    """True if the selector must be shown every step."""
+    return callable(getattr(selector, "observe", None))

@@ -18,3 +18,7 @@ class Centroid:
         keys = pages.keys().to(torch.float32)
         mass = query.to(torch.float32) @ keys.mean(-2).mT * scale + math.log(keys.shape[-2])
         return torch.where(mass.isfinite(), mass, torch.inf)
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        """The mean key."""
+        return head_dim * itemsize

@@ -20,3 +20,7 @@ class Exact:
         # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
         finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        """Every key."""
+        return page_size * head_dim * itemsize

@@ -26,3 +26,7 @@ class Quest:
         mass = bound * scale + math.log(keys.shape[-2])
         finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        """The least and the largest of every channel."""
+        return 2 * head_dim * itemsize

@@ -18,3 +18,7 @@ class Random:
         """query (..., G, d) -> fp32 (..., G, P)."""
         draws = torch.rand((*query.shape[:-2], 1, pages.count), generator=self._generator).to(query.device)
         return draws.expand(*query.shape[:-1], pages.count)
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        """None."""
+        return 0

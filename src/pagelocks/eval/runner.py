@@ -1,0 +1,203 @@
+"""One prefill, many decodes: a batch of prompts answered by dense attention and by every selector, in Transformers.
+
+The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
+learn; each method then decodes from that cache, which is cut back to the prompt afterwards.  So the first token comes
+from dense attention, as in a server, and all others from the method.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import hf
+from ..config import LocksConfig, reject
+from ..selectors import SELECTORS, SEQUENCE_SELECTORS, Exact, Selector, observes
+from ..selectors.base import PageSource
+from ..selectors.groups import group_rule
+
+Calibrated = dict[str, Callable[[int], Selector]]
+"""Name -> layer -> a calibrated selector of a model's."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A selector at a budget; `selector` is "dense" for neither.
+
+    Attributes
+    ----------
+    selector, rule : names of a selector and of a group rule
+    budget : tokens that a KV head attends
+    """
+
+    selector: str
+    budget: int = 0
+    rule: str = "share"
+
+    def __post_init__(self) -> None:
+        if self.selector != "dense":
+            group_rule(self.rule)
+            LocksConfig(budget=self.budget)
+
+    @property
+    def config(self) -> LocksConfig:
+        """With LOCKS' defaults but the budget; everything longer than it is sparse."""
+        return LocksConfig(budget=self.budget, dense_below=0)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one method answered to a batch: token ids of each row, and pages over all layers, KV heads and rows."""
+
+    tokens: list[list[int]]
+    pages_read: int
+    pages_skipped: int
+
+
+class _Ensemble:
+    """All selectors of a layer that learn, shown the same steps; by name and budget."""
+
+    def __init__(self, members: dict[Method, Selector]) -> None:
+        self.members = members
+
+    def observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
+        for member in self.members.values():
+            if observes(member):
+                member.observe(query, keys, scale)
+
+    def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
+        return Exact().log_mass(query, pages, scale)
+
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+        return Exact().page_bytes(head_dim, page_size, itemsize)
+
+
+class Runner:
+    """A model, and the methods it is run with.
+
+    Parameters
+    ----------
+    model : a causal Transformers model, on its device
+    methods : without dense, which always runs
+    stop : token ids that end an answer
+    calibrated : selectors that were measured beforehand
+    chunk : tokens of a prefill's part
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        methods: Sequence[Method],
+        stop: Sequence[int],
+        calibrated: Calibrated | None = None,
+        chunk: int = 2048,
+    ) -> None:
+        self.model, self.methods, self.stop, self.chunk = model, list(methods), set(stop), chunk
+        self._calibrated = calibrated or {}
+        known = ["dense", *SELECTORS, *SEQUENCE_SELECTORS, *self._calibrated]
+        for method in self.methods:
+            if method.selector not in known[1:]:
+                raise reject("selector", method.selector, f"one of {', '.join(known[1:])}", "Dense runs anyway.")
+
+    def selector(self, method: Method, layer: int) -> Selector:
+        """A new one for a layer of a batch."""
+        if method.selector in self._calibrated:
+            return self._calibrated[method.selector](layer)
+        if method.selector in SEQUENCE_SELECTORS:
+            return SEQUENCE_SELECTORS[method.selector](method.config)
+        return SELECTORS[method.selector]()
+
+    def run(
+        self,
+        prompts: Tensor,
+        new_tokens: int,
+        probe: Callable[[hf.SparseStep, dict[Method, Selector]], None] | None = None,
+        methods: Sequence[Method] | None = None,
+    ) -> dict[Method, Answers]:
+        """Answer a batch.
+
+        Parameters
+        ----------
+        prompts : int64 (rows, tokens), without padding
+        new_tokens : at most so many a row
+        probe : called in each layer at each step that dense attention decodes, with a selector for every method
+        methods : of those given to the constructor; all by default
+
+        Returns
+        -------
+        dense, and each method's answers
+        """
+        chosen = self.methods if methods is None else list(methods)
+        # Choosing costs time at each dense step, so without a probe the budget covers the sequence.
+        budget = 16 * self.model.config.max_position_embeddings if probe is None else 48
+        step = None if probe is None else lambda seen: probe(seen, seen_members(seen.layer))
+        session = hf.attach(
+            self.model,
+            LocksConfig(budget=budget, dense_below=0),
+            lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
+            on_step=step,
+            attend_all=True,
+        )
+
+        def seen_members(layer: int) -> dict[Method, Selector]:
+            ensemble = session.selectors()[layer][0]
+            assert isinstance(ensemble, _Ensemble)
+            return ensemble.members
+
+        with torch.inference_mode():
+            cache, first = self._prefill(prompts)
+            learnt = {
+                layer: ({method: copy.deepcopy(member) for method, member in ensemble.members.items()}, tokens)
+                for layer, (ensemble, tokens) in session.selectors().items()
+                if isinstance(ensemble, _Ensemble)
+            }
+            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens, prompts.shape[1]), 0, 0)}
+            for method in chosen:
+                session = hf.attach(
+                    self.model,
+                    method.config,
+                    lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
+                    method.rule,
+                )
+                session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
+                tokens = self._decode(cache, first, new_tokens, prompts.shape[1])
+                counts = session.statistics()
+                if counts.rows_dense or (max(map(len, tokens)) > 1 and not counts.pages_skipped):
+                    found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
+                    raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
+                results[method] = Answers(tokens, counts.pages_read, counts.pages_skipped)
+        return results
+
+    def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
+        """The cache of the prompts, and the token after each, int64 (rows,)."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        logits = None
+        for part in torch.split(prompts, self.chunk, 1):
+            logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        assert logits is not None
+        return cache, logits[:, -1].argmax(-1)
+
+    def _decode(self, cache: Any, first: Tensor, new_tokens: int, prompt_tokens: int) -> list[list[int]]:
+        """Greedy tokens of each row up to a stop token; the cache is as it was, afterwards."""
+        rows: list[list[int]] = [[] for _ in first]
+        going, token = [True] * len(rows), first
+        while any(going):
+            for row, value in enumerate(token.tolist()):
+                if going[row]:
+                    going[row] = value not in self.stop
+                    if going[row]:
+                        rows[row].append(value)
+                        going[row] = len(rows[row]) < new_tokens
+            if any(going):
+                logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
+                token = logits[:, -1].argmax(-1)
+        if (more := cache.get_seq_length() - prompt_tokens) > 0:
+            cache.crop(-more)
+        return rows

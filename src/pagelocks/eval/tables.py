@@ -1,0 +1,109 @@
+"""From the lines of `pagelocks eval run` to scores with intervals, paired with dense attention and the oracle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .statistics import bootstrap_difference, bootstrap_mean, permutation_test, wilson_interval
+
+Line = dict[str, Any]
+CELL = ("task", "context", "selector", "budget", "rule")
+
+
+def summaries(lines: Sequence[Line]) -> list[Line]:
+    """One object for each task, context, selector, budget and rule; scores from 0 to 100.
+
+    Intervals of 95%: Wilson's where every score is right or wrong, else the bootstrap.  `against_dense` and
+    `against_exact` are mean differences on the records that both have, with interval and permutation test; the oracle
+    is the one at the same budget and rule.
+    """
+    cells: dict[tuple[Any, ...], dict[int, Line]] = defaultdict(dict)
+    for line in lines:
+        cells[tuple(line[name] for name in CELL)][line["index"]] = line
+    found = []
+    for key, records in cells.items():
+        task, context, selector, budget, rule = key
+        scores = [line["score"] for line in records.values()]
+        low, high = _interval(scores)
+        about: Line = dict(zip(CELL, key, strict=True)) | {"n": len(scores), "substitute": _any(records, "substitute")}
+        about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
+        for name in ("coverage_ratio", "worst", "p5", "retention", "carriers_kept", "carriers_kept_by_oracle"):
+            values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
+            about[name] = round(sum(values) / len(values), 4) if values else None
+        read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
+        about["pages_read"] = round(read / (read + skipped), 4) if read + skipped else None
+        if selector != "dense":
+            about["against_dense"] = _against(records, cells.get((task, context, "dense", 0, "share"), {}))
+            about["against_exact"] = _against(records, cells.get((task, context, "exact", budget, rule), {}))
+        found.append(about)
+    return found
+
+
+def summary_table(lines: Sequence[Line]) -> Table:
+    """The same for people."""
+    table = Table(box=None, header_style="bold")
+    for name in (
+        "task",
+        "context",
+        "selector",
+        "budget",
+        "rule",
+        "n",
+        "score",
+        "95%",
+        "- dense",
+        "coverage",
+        "retention",
+    ):
+        table.add_column(name, justify="left" if name in ("task", "selector", "rule") else "right")
+    for about in summaries(lines):
+        dense = about.get("against_dense")
+        table.add_row(
+            about["task"],
+            f"{about['context']:,}",
+            about["selector"],
+            str(about["budget"] or ""),
+            about["rule"] if about["selector"] != "dense" else "",
+            str(about["n"]),
+            f"{about['score']:.1f}",
+            f"{about['low']:.0f} to {about['high']:.0f}",
+            f"{dense['difference']:+.1f}" if dense else "",
+            "" if about["coverage_ratio"] is None else f"{about['coverage_ratio']:.3f}",
+            "" if about["retention"] is None else f"{about['retention']:.3f}",
+        )
+    return table
+
+
+def _interval(scores: Sequence[float]) -> tuple[float, float]:
+    if all(score in (0, 1) for score in scores):
+        interval = wilson_interval(sum(score == 1 for score in scores), len(scores))
+    elif len(scores) == 1:
+        return 0.0, 1.0
+    else:
+        interval = bootstrap_mean(scores)
+    return interval.low, interval.high
+
+
+def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> dict[str, float] | None:
+    shared = sorted(set(ours) & set(theirs))
+    if len(shared) < 2:
+        return None
+    first, second = ([side[index]["score"] for index in shared] for side in (ours, theirs))
+    interval, test = bootstrap_difference(first, second), permutation_test(first, second)
+    numbers = {"difference": interval.estimate, "low": interval.low, "high": interval.high}
+    return {name: _percent(value) for name, value in numbers.items()} | {
+        "p": round(test.p_value, 4),
+        "n": len(shared),
+    }
+
+
+def _percent(value: float) -> float:
+    return round(100 * value, 2)
+
+
+def _any(records: dict[int, Line], name: str) -> bool:
+    return any(line[name] for line in records.values())

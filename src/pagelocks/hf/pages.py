@@ -1,0 +1,80 @@
+"""Complete pages of the keys in Transformers' cache; summaries are kept, and checked at every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import LocksConfig
+from ..summary import PageSummary, summarize
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CachedPages:
+    """The `PageSource` of one layer and of rows that are alike in length.
+
+    Transformers may reorder, cut or reuse a cache at any time and tells attention nothing of it.  So each step compares
+    the keys with those of the step before, bit by bit, and what differs is summarized again.
+
+    Parameters
+    ----------
+    config : LocksConfig
+    keys : (rows, kv_heads, tokens, head_dim)
+        Of the first step; for its heads, head size and type.
+
+    Attributes
+    ----------
+    rebuilt : int
+        Pages, in every head and row, summarized again because some of their keys had changed.
+    """
+
+    def __init__(self, config: LocksConfig, keys: Tensor) -> None:
+        self._config = config
+        self._keys = torch.unflatten(keys[..., :0, :], -2, (0, config.page_size)).clone()
+        self._stale = torch.zeros(0, dtype=torch.bool, device=keys.device)
+        self._records = summarize(self._keys, config).pack()
+        self._summary: PageSummary | None = None
+        self.rebuilt = 0
+
+    @property
+    def count(self) -> int:
+        """Complete pages."""
+        return int(self._keys.shape[-3])
+
+    def update(self, keys: Tensor) -> bool:
+        """Take a step's keys, as in the constructor; False if a page of the last step's is gone or another one now."""
+        complete, size = keys.shape[-2] // self._config.page_size, self._config.page_size
+        now = torch.unflatten(keys[..., : complete * size, :], -2, (complete, size))
+        known = min(self.count, complete)
+        changed = _differ(self._keys[..., :known, :, :], now[..., :known, :, :])
+        intact = known == self.count and not bool(changed.any())
+        if not intact or complete > known:
+            self.rebuilt += int((changed & ~self._stale[:known]).sum())
+            new = torch.ones(complete - known, dtype=torch.bool, device=keys.device)
+            self._stale = torch.cat([self._stale[:known] | changed, new])
+            self._keys, self._summary = now.clone(), None
+        return intact
+
+    def keys(self) -> Tensor:
+        """(rows, kv_heads, P, page_size, head_dim)."""
+        return self._keys
+
+    def summary(self) -> PageSummary:
+        """Summaries of the (rows, kv_heads, P) complete pages."""
+        if self._summary is None:
+            records = self._records.new_zeros(*self._keys.shape[:3], self._records.shape[-1])
+            known = min(records.shape[2], self._records.shape[2])
+            records[:, :, :known] = self._records[:, :, :known]
+            stale = self._stale.nonzero().squeeze(-1)
+            records[:, :, stale] = summarize(self._keys[:, :, stale], self._config).pack()
+            self._records, self._stale = records, torch.zeros_like(self._stale)
+            self._summary = PageSummary.unpack(records, self._keys.shape[-1], self._config)
+        return self._summary
+
+
+def _differ(before: Tensor, now: Tensor) -> Tensor:
+    """bool (P,): pages of which any row's or head's keys differ, as bits, so that NaN equals itself."""
+    bits = _BITS[now.element_size()]
+    differ: Tensor = before.contiguous().view(bits) != now.contiguous().view(bits)
+    return differ.flatten(3).any(-1).flatten(0, 1).any(0)

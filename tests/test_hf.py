@@ -1,0 +1,238 @@
+"""LOCKS in Transformers, on small models with random weights: what is attended, and what generate() may do."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from pagelocks import LocksConfig
+from pagelocks.selectors.base import PageSource
+
+transformers = pytest.importorskip("transformers")
+
+import pagelocks.hf as hf  # noqa: E402
+import pagelocks.hf.session as sessions  # noqa: E402
+
+VOCABULARY = 300
+
+
+def make_model(kind: str = "Llama", **changes: Any) -> Any:
+    """Three layers, six query heads on two KV heads; weights large enough that attention is not flat."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, "initializer_range": 0.3, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(5, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int = 24, **more: Any) -> torch.Tensor:
+    mask = more.pop("attention_mask", torch.ones_like(ids))
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **more)
+    return out[:, ids.shape[1] :]
+
+
+@pytest.fixture
+def model() -> Any:
+    return make_model()
+
+
+def test_a_budget_that_covers_all_is_dense(model: Any) -> None:
+    ids = prompt(150)
+    dense = generate(model, ids)
+    session = hf.attach(model, LocksConfig(budget=1024, dense_below=0))
+    assert generate(model, ids).equal(dense)
+    counts = session.statistics()
+    assert counts.rows_dense == 3 * 23 and counts.rows_sparse == counts.pages_skipped == 0
+    session = hf.attach(model, LocksConfig(budget=128, dense_below=1024))
+    assert generate(model, ids).equal(dense) and session.statistics().rows_sparse == 0
+
+
+@pytest.mark.parametrize("rule", ["share", "per-head"])
+@pytest.mark.parametrize("selector", ["locks", "exact", "quest"])
+def test_a_sparse_step_attends_the_pages_it_names_and_no_others(model: Any, selector: str, rule: str) -> None:
+    """Each layer's output, from the query, keys and pages that the step reports, by a loop over heads and tokens."""
+    seen: list[hf.SparseStep] = []
+    outputs: list[torch.Tensor] = []
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0), selector, rule, seen.append)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    tokens = 4
+    generate(model, prompt(203), tokens)
+    assert len(seen) == 3 * (tokens - 1) and len(outputs) == 3 * tokens
+    for step, found in zip(seen, outputs[3:], strict=True):
+        (query,), (keys,), (values,), (pages_of,) = step.query, step.keys, step.values, step.pages
+        heads, group, size = query.shape
+        length = keys.shape[1]
+        expected = torch.zeros(heads, group, size)
+        for h in range(heads):
+            for g in range(group):
+                pages = pages_of[h] if rule == "share" else pages_of[h, g]
+                chosen = [t for page in pages.tolist() for t in range(16 * page, min(16 * page + 16, length))]
+                assert len(set(pages.tolist())) == 4 and 0 in pages and (length - 1) // 16 in pages
+                weights = (keys[h, chosen] @ query[h, g] * step.scale).softmax(0)
+                expected[h, g] = weights @ values[h, chosen]
+        torch.testing.assert_close(found.flatten(), expected.flatten(), rtol=1e-4, atol=1e-5)
+    counts = session.statistics()
+    assert counts.rows_sparse == len(seen)
+    read = sum(len(set(head.flatten().tolist())) for step in seen for head in step.pages[0])
+    held = sum(2 * -(-step.keys.shape[2] // 16) for step in seen)
+    assert (counts.pages_read, counts.pages_skipped) == (read, held - read) and counts.pages_skipped > 0
+
+
+def test_left_padding_and_batches_give_each_row_its_own(model: Any) -> None:
+    """Rows of 90, 150 and 40 tokens: the first selects from the start, the last never or late, none sees padding."""
+    rows = [prompt(n, seed=n) for n in (90, 150, 40)]
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    alone = [generate(model, row) for row in rows]
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (longest - row.shape[1], 0)) for row in rows])
+    together = generate(model, ids, attention_mask=mask)
+    for n, row in enumerate(alone):
+        assert together[n].equal(row[0]), n
+    alike = generate(model, torch.cat([rows[1], prompt(150, 9)]))
+    assert alike[0].equal(alone[1][0]) and alike[1].equal(generate(model, prompt(150, 9))[0])
+
+
+def test_a_reused_prefix_changes_nothing(model: Any) -> None:
+    import copy
+
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    ids = prompt(170)
+    whole = generate(model, ids)
+    with torch.no_grad():
+        cache = model(ids[:, :100], use_cache=True).past_key_values
+    for _ in range(2):  # the second time beside what the first left in the session
+        assert generate(model, ids, past_key_values=copy.deepcopy(cache)).equal(whole)
+
+
+def test_a_static_cache_changes_nothing(model: Any) -> None:
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    ids = prompt(150)
+    assert generate(model, ids, cache_implementation="static").equal(generate(model, ids))
+
+
+def test_beams_carry_their_pages_with_them(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams swap rows between steps; the same as if every page were summarized anew at each step."""
+    ids = prompt(140)
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    kept = generate(model, ids, 40, num_beams=4)
+    assert any(p.rebuilt for layer in session._state.values() for p in layer.pages.values()), "no beam was swapped"
+    attend = sessions.Session.attend
+
+    def forgetful(self: Any, layer: int, rows: Any, *tensors: Any) -> Any:
+        self._layer(layer).pages.clear()
+        return attend(self, layer, rows, *tensors)
+
+    monkeypatch.setattr(sessions.Session, "attend", forgetful)
+    assert generate(model, ids, 40, num_beams=4).equal(kept)
+
+
+def test_layers_with_a_window_stay_dense() -> None:
+    model = make_model("Mistral", sliding_window=32)
+    ids = prompt(120)
+    dense = generate(model, ids)
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    assert generate(model, ids).equal(dense) and not session.layers
+
+
+class Learner:
+    """Notes what it is shown; ranks pages by number."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def observe(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
+        assert query.shape[:3] == (keys.shape[0], 2, 3)
+        self.seen.append((query.shape[3], keys.shape[2]))
+
+    def log_mass(self, query: torch.Tensor, pages: PageSource, scale: float) -> torch.Tensor:
+        return torch.arange(pages.count, dtype=torch.float32).expand(*query.shape[:-1], -1)
+
+
+def test_a_selector_that_learns_sees_every_token_once(model: Any) -> None:
+    made: list[tuple[int, Learner]] = []
+
+    def factory(layer: int) -> Learner:
+        made.append((layer, Learner()))
+        return made[-1][1]
+
+    hf.attach(model, LocksConfig(budget=64, dense_below=0), factory)
+    generate(model, prompt(100), 4)
+    assert sorted(layer for layer, _ in made) == [0, 1, 2]
+    assert all(learner.seen == [(100, 100), (1, 101), (1, 102), (1, 103)] for _, learner in made)
+    generate(model, prompt(90, 1), 3, prefill_chunk_size=64)
+    assert len(made) == 6 and all(learner.seen == [(64, 64), (26, 90), (1, 91), (1, 92)] for _, learner in made[3:])
+
+
+def test_a_selector_that_learns_refuses_what_it_cannot_follow(model: Any) -> None:
+    hf.attach(model, LocksConfig(budget=64, dense_below=0), lambda layer: Learner())
+    two, mask = torch.cat([prompt(80), prompt(80, 1)]), torch.ones(2, 80, dtype=torch.int64)
+    assert len(generate(model, two)) == 2
+    mask[0, :9] = 0
+    with pytest.raises(ValueError, match=r"it learns from every token, and has seen 71 of 0 before this step"):
+        generate(model, two, attention_mask=mask)
+    with pytest.raises(ValueError, match="it has learnt from keys that are no longer there"):
+        generate(model, prompt(140), 40, num_beams=4)
+    cache = make_model()(prompt(64), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"it learns from every token, and has seen \d+ of 64"):
+        generate(model, prompt(80), past_key_values=cache)
+
+
+def test_attach_says_what_is_wrong(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"selector='loki2' is not allowed: one of locks, "):
+        hf.attach(model, selector="loki2")
+    with pytest.raises(ValueError, match=r"group_rule='mean' is not allowed"):
+        hf.attach(model, group_rule="mean")
+    with pytest.raises(ValueError, match=r"model='Linear' is not allowed: a Transformers model is needed"):
+        hf.attach(torch.nn.Linear(2, 2))
+
+
+def test_what_would_be_silently_wrong_is_refused(model: Any) -> None:
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    ids = prompt(100)
+    mask = torch.ones_like(ids)
+    mask[0, 50] = 0
+    with pytest.raises(ValueError, match="a row's tokens must lie together"):
+        generate(model, ids, attention_mask=mask)
+    gemma = make_model("Gemma2", attn_logit_softcapping=50.0, layer_types=["full_attention"] * 3)
+    hf.attach(gemma, LocksConfig(budget=64, dense_below=0))
+    with pytest.raises(ValueError, match="softcap"):
+        generate(gemma, ids)
+    attention, heads = model.model.layers[0].self_attn, torch.zeros(1, 6, 1, 32)
+    keys, bias = torch.zeros(1, 2, 100, 32), torch.zeros(1, 1, 1, 100)
+    with pytest.raises(ValueError, match="LOCKS takes a mask, not a bias"):
+        hf.attention.locks_attention(attention, heads, keys, keys, bias)
+    with pytest.raises(ValueError, match="dropout"):
+        hf.attention.locks_attention(attention, heads, keys, keys, None, dropout=0.1)
+
+
+def test_without_attach_it_is_locks_with_its_defaults() -> None:
+    model = make_model(attn_implementation="locks")
+    generate(model, prompt(60), 3)
+    session = sessions.session_of(model.model.layers[0].self_attn)
+    assert session.config == LocksConfig() and session.statistics().rows_dense == 6
+
+
+def test_a_session_ends_with_its_model_or_when_detached(model: Any) -> None:
+    ids, before = prompt(100), set(sessions._SESSIONS)
+    dense = generate(model, ids)
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0), "random")
+    assert not generate(model, ids).equal(dense) and session.layers
+    hf.detach(model)
+    assert generate(model, ids).equal(dense) and set(sessions._SESSIONS) == before
+    other = make_model()
+    hf.attach(other)
+    del other
+    gc.collect()
+    assert set(sessions._SESSIONS) == before

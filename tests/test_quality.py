@@ -1,0 +1,226 @@
+"""`pagelocks eval run`: many methods on the same records, a file that goes on where it left off, the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hf import generate, make_model, prompt
+
+import pagelocks.hf as hf
+from pagelocks import LocksConfig
+from pagelocks.cli import main
+from pagelocks.eval import quality, ruler, tables
+from pagelocks.eval.quality import Probe, Prompt, aligned, encode, read_lines
+from pagelocks.eval.runner import Method, Runner
+from pagelocks.selectors import SELECTORS, SEQUENCE_SELECTORS
+
+NAMES = ["locks", "quest", "snapkv", "rkv", "rocketkv"]
+NOBODY = ruler.Record("niah_single_1", 1, 0, 0, "", "", "", ("x",), 1, (), (), False, {})
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_each_method_answers_as_generate_does(model: Any, chunk: int) -> None:
+    """From one prefill, in parts or whole; selectors that learn have learnt what they learn in a run of their own."""
+    ids = prompt(150)
+    expected = {}
+    for name in NAMES:
+        hf.attach(model, LocksConfig(budget=64, dense_below=0), name)
+        expected[name] = generate(model, ids, 8)[0].tolist()
+    hf.detach(model)
+    dense = generate(model, ids, 8)[0].tolist()
+    for names in (NAMES, NAMES[::-1]):
+        found = Runner(model, [Method(name, 64) for name in names], [], chunk=chunk).run(ids, 8)
+        assert found[Method("dense")].tokens == [dense]
+        for name in names:
+            answers = found[Method(name, 64)]
+            assert answers.tokens == [expected[name]], name
+            # 7 sparse steps of 3 layers and 2 KV heads, 4 pages each, of 10 pages.
+            assert answers.pages_read == 7 * 3 * 2 * 4 and answers.pages_skipped == 7 * 3 * 2 * 6
+
+
+def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None:
+    rows = [prompt(120, seed) for seed in range(3)]
+    methods = [Method("locks", 64), Method("quest", 64, "per-head")]
+    alone = [Runner(model, methods, []).run(row, 6) for row in rows]
+    together = Runner(model, methods, []).run(torch.cat(rows), 6)
+    for method, answers in together.items():
+        assert answers.tokens == [run[method].tokens[0] for run in alone], method
+    stop = together[Method("dense")].tokens[1][2]
+    for method, answers in Runner(model, methods, [stop]).run(torch.cat(rows), 6).items():
+        whole = [run[method].tokens[0] for run in alone]
+        assert answers.tokens == [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
+
+
+def test_what_cannot_be_measured_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"selector='dense' is not allowed: one of locks, .*Dense runs anyway"):
+        Runner(model, [Method("dense")], [])
+    with pytest.raises(ValueError, match=r"group_rule='mean'"):
+        Method("locks", 64, "mean")
+    with pytest.raises(
+        ValueError, match=r"budget=256 is not allowed: less than the prompts; there were \d+ dense rows"
+    ):
+        Runner(model, [Method("locks", 256)], []).run(prompt(100), 4)
+
+
+def test_links_are_of_dense_queries_and_the_oracle_has_all_of_them(model: Any) -> None:
+    prompts = [Prompt(NOBODY, (), ((40, 43), (90, 91)))] * 2
+    methods = [Method("exact", 64), Method("locks", 64), Method("random", 64), Method("locks", 64, "per-head")]
+    probe = Probe(prompts, 2)
+    Runner(model, methods, []).run(torch.cat([prompt(200), prompt(200, 1)]), 5, probe)
+    for row in (0, 1):
+        exact, locks, random = (probe.links(row, method) for method in methods[:3])
+        assert exact and locks and random
+        assert exact["coverage_ratio"] == exact["worst"] == exact["p5"] == exact["retention"] == 1
+        assert exact["carriers_kept"] == exact["carriers_kept_by_oracle"] > 0
+        assert 1 > locks["coverage_ratio"] > random["coverage_ratio"] and locks["retention"] > random["retention"]
+        assert max(locks["worst"], locks["p5"]) < locks["coverage_ratio"]
+    assert probe.links(0, Method("quest", 64)) is None
+    alone = Probe(prompts[:1], 2)
+    Runner(model, methods[:2], []).run(prompt(200, 1), 5, alone)
+    assert alone.links(0, methods[1]) == pytest.approx(probe.links(1, methods[1]), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    from pagelocks.models import fetch
+
+    return AutoTokenizer.from_pretrained(fetch("SmolLM2-135M-Instruct"))
+
+
+@pytest.mark.model
+def test_prompts_hold_their_facts_where_they_say(tokenizer: Any) -> None:
+    records = [ruler.task(name).make(tokenizer, 700, index=index) for index, name in enumerate(["niah_single_2", "vt"])]
+    prompts = [encode(tokenizer, record) for record in records]
+    ids, moved = aligned(prompts, 198)
+    assert ids.shape == (2, max(len(p.token_ids) for p in prompts)) and len({len(p.token_ids) for p in prompts}) == 2
+    for row, (before, after) in enumerate(zip(prompts, moved, strict=True)):
+        assert ids[row].tolist() == list(after.token_ids)
+        assert len(after.carriers) == len(records[row].facts)
+        for (start, end), fact in zip(after.carriers, records[row].facts, strict=True):
+            text = tokenizer.decode(after.token_ids[start:end])
+            assert records[row].context[fact[0] : fact[1]] in text and len(text) < fact[1] - fact[0] + 12
+        assert tokenizer.decode(before.token_ids).endswith(records[row].prefix)
+        assert "assistant" in tokenizer.decode(before.token_ids)
+
+
+def arguments(path: Path, **changes: Any) -> argparse.Namespace:
+    given = {"task": ["niah_single_1"], "context": [600], "records": 3, "selector": ["locks", "random"], "budget": [64]}
+    given |= {"rule": ["share"], "seed": 7, "batch": 2, "new_tokens": 3, "link_steps": 1, "output": str(path)}
+    return argparse.Namespace(**{**given, **changes})
+
+
+HEADER = {"model": "tiny", "dtype": "float32", "seed": 7, "new_tokens": 3, "link_steps": 1}
+
+
+@pytest.mark.model
+def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    path, ran = tmp_path / "run.jsonl", []
+    whole = Runner.run
+
+    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any) -> Any:
+        ran.append((len(prompts), [method.selector for method in methods]))
+        assert tokens == 3
+        return whole(self, prompts, tokens, probe, methods)
+
+    monkeypatch.setattr(Runner, "run", counted)
+    first = quality.run(arguments(path), HEADER, model, tokenizer)
+    assert ran == [(2, ["locks", "random"]), (1, ["locks", "random"])] and len(first) == 9
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *first]
+    assert quality.run(arguments(path), HEADER, model, tokenizer) == first and len(ran) == 2
+    # Stopped in the middle of a line of the last batch.
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:40])
+    again = quality.run(arguments(path), HEADER, model, tokenizer)
+    assert sorted(map(quality.key_of, again)) == sorted(map(quality.key_of, first)) and ran[2:] == [(1, ["random"])]
+    assert [line["answer"] for line in again if line["selector"] != "random"] == [
+        line["answer"] for line in first if line["selector"] != "random"
+    ]
+    more = quality.run(arguments(path, selector=["quest"], records=4), HEADER, model, tokenizer)
+    assert ran[3:] == [(2, ["quest"]), (2, ["quest"])] and len(more) == 9 + 4 + 1
+
+
+def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
+    with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
+        read_lines(path, HEADER)
+    path.write_text(json.dumps(HEADER) + "\nnonsense\n{}\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*'nonsense' is not allowed"):
+        read_lines(path, HEADER)
+
+
+def line(selector: str, index: int, score: float, **more: Any) -> dict[str, Any]:
+    given = {"task": "vt", "context": 600, "index": index, "selector": selector, "rule": "share", "score": score}
+    given |= {"budget": 0 if selector == "dense" else 64, "substitute": False, "pages_read": 1.0, "pages_skipped": 3.0}
+    return given | {"links": None} | more
+
+
+def test_summaries() -> None:
+    scores = {"dense": [1, 1, 1, 0], "exact": [1, 1, 0, 0], "locks": [1, 0.5, 0, 0]}
+    lines = [line(name, index, score) for name, row in scores.items() for index, score in enumerate(row)]
+    lines[8]["links"] = {"coverage_ratio": 0.9, "retention": 0.5, "worst": 0.1, "p5": 0.2}
+    lines[9]["links"] = {"coverage_ratio": 0.8, "worst": 0.3, "p5": 0.4}  # no carrier that the oracle kept
+    dense, exact, locks = tables.summaries(lines)
+    assert (dense["n"], dense["score"], exact["score"], locks["score"]) == (4, 75, 50, 37.5)
+    assert dense["low"] == pytest.approx(30.06, abs=0.01) and dense["high"] == pytest.approx(95.44, abs=0.01)
+    assert "against_dense" not in dense
+    assert locks["against_dense"]["difference"] == -37.5 and locks["against_exact"]["difference"] == -12.5
+    assert exact["against_dense"]["difference"] == -25 and exact["against_dense"]["p"] == 1
+    assert locks["low"] <= 37.5 <= locks["high"]
+    assert (locks["coverage_ratio"], locks["retention"], locks["worst"]) == (0.85, 0.5, 0.2)
+    assert locks["pages_read"] == 0.25
+    assert tables.summary_table(lines).row_count == 3
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ["eval", "run", "--model", "SmolLM2-135M-Instruct", "--output", str(tmp_path / "f")]
+    for more, said in [
+        (["--budget", "4096"], "--budget=4096 is not allowed: less than --context, 4096"),
+        (["--budget", "100"], "budget=100 is not allowed"),
+        (["--records", "0"], "--records=0 is not allowed: 1 or more"),
+        (["--new-tokens", "1"], "--new-tokens=1 is not allowed: 2 or more"),
+    ]:
+        assert main([*common, *more]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "f").write_text("{}\n")
+    assert main(["eval", "table", str(tmp_path / "f")]) == 2
+    assert "a header and lines of a run" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_every_selector_and_task_on_a_real_model(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One record each; the needle is found by LOCKS, the oracle and dense attention, and not by random pages."""
+    names, path = [*SELECTORS, *SEQUENCE_SELECTORS], tmp_path / "run.jsonl"
+    common = ["--model", "SmolLM2-135M-Instruct", "--records", "1", "--budget", "128", "--device", "cpu", "--json"]
+    common += ["--output", str(path), "--dtype", "float32"]
+    assert main(["eval", "run", *common, "--context", "700", "--new-tokens", "9", "--selector", *names]) == 0
+    cells = {cell["selector"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
+    assert set(cells) == {"dense", *names}
+    assert [cells[name]["score"] for name in ("dense", "exact", "locks", "random")] == [100, 100, 100, 0]
+    assert all(0 < cells[name]["pages_read"] < 0.25 for name in names)
+    assert cells["locks"]["coverage_ratio"] > 0.98 > cells["random"]["coverage_ratio"]
+    tasks = [name for name in ruler.TASKS if name != "niah_single_1"]
+    options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0", "--new-tokens", "2"]
+    common[common.index(str(path))] = str(tmp_path / "tasks.jsonl")
+    assert main(["eval", "run", *common, *options]) == 0
+    capsys.readouterr()
+    lines = [json.loads(text) for text in (tmp_path / "tasks.jsonl").read_text().splitlines()[1:]]
+    assert {(text["task"], text["selector"]) for text in lines} == {(t, s) for t in tasks for s in ("dense", "locks")}
+    assert all(text["pages_skipped"] > 0 for text in lines if text["selector"] == "locks")
+    assert main(["eval", "table", str(path), str(tmp_path / "tasks.jsonl"), "--output", str(tmp_path / "t.json")]) == 0
+    assert len(json.loads((tmp_path / "t.json").read_text())) == len(names) + 1 + 2 * len(tasks)
