@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import copy
+import threading
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def make_model(kind: str = "Llama", **changes: Any) -> Any:
     sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6}
     sizes |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "initializer_range": 0.3, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
@@ -105,8 +106,6 @@ def test_left_padding_and_batches_give_each_row_its_own(model: Any) -> None:
 
 
 def test_a_reused_prefix_changes_nothing(model: Any) -> None:
-    import copy
-
     hf.attach(model, LocksConfig(budget=64, dense_below=0))
     ids = prompt(170)
     whole = generate(model, ids)
@@ -184,6 +183,9 @@ def test_a_selector_that_learns_refuses_what_it_cannot_follow(model: Any) -> Non
         generate(model, two, attention_mask=mask)
     with pytest.raises(ValueError, match="it has learnt from keys that are no longer there"):
         generate(model, prompt(140), 40, num_beams=4)
+    caches = [model(prompt(100, seed), use_cache=True).past_key_values for seed in (1, 2)]
+    with pytest.raises(ValueError, match="it has learnt from keys that are no longer there"):
+        model(prompt(1), past_key_values=caches[0])
     cache = make_model()(prompt(64), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"it learns from every token, and has seen \d+ of 64"):
         generate(model, prompt(80), past_key_values=cache)
@@ -221,18 +223,59 @@ def test_without_attach_it_is_locks_with_its_defaults() -> None:
     model = make_model(attn_implementation="locks")
     generate(model, prompt(60), 3)
     session = sessions.session_of(model.model.layers[0].self_attn)
-    assert session.config == LocksConfig() and session.statistics().rows_dense == 6
+    assert session.config == LocksConfig() and session.statistics().rows_dense == 2
 
 
-def test_a_session_ends_with_its_model_or_when_detached(model: Any) -> None:
-    ids, before = prompt(100), set(sessions._SESSIONS)
+def test_detach_and_copies(model: Any) -> None:
+    ids = prompt(100)
     dense = generate(model, ids)
-    session = hf.attach(model, LocksConfig(budget=64, dense_below=0), "random")
-    assert not generate(model, ids).equal(dense) and session.layers
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0), "streaming")
+    sparse = generate(model, ids)
+    rows = session.statistics().rows_sparse
+    assert not sparse.equal(dense) and rows
+    assert generate(copy.deepcopy(model), ids).equal(sparse) and session.statistics().rows_sparse == rows
     hf.detach(model)
-    assert generate(model, ids).equal(dense) and set(sessions._SESSIONS) == before
-    other = make_model()
-    hf.attach(other)
-    del other
-    gc.collect()
-    assert set(sessions._SESSIONS) == before
+    assert generate(model, ids).equal(dense) and session.statistics().rows_sparse == rows
+
+
+def test_models_of_one_configuration_have_sessions_of_their_own() -> None:
+    config, ids = make_model().config, prompt(100)
+    first, second = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    sparse = hf.attach(first, LocksConfig(budget=64, dense_below=0))
+    dense = hf.attach(second, LocksConfig(budget=1024, dense_below=0))
+    for each in (first, second):
+        generate(each, ids, 4)
+    assert (sparse.statistics().rows_sparse, sparse.statistics().rows_dense) == (9, 0)
+    assert (dense.statistics().rows_sparse, dense.statistics().rows_dense) == (0, 9)
+
+
+def test_threads_may_share_a_model(model: Any) -> None:
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    alone = [generate(model, prompt(120 + seed % 2, seed), 12) for seed in range(4)]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(seed: int) -> None:
+        for _ in range(2):
+            found[seed] = generate(model, prompt(120 + seed % 2, seed), 12)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[seed].equal(alone[seed]) for seed in range(4))
+
+
+def test_a_model_whose_attention_is_its_own_is_refused() -> None:
+    bloom = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
+    )
+    with pytest.raises(ValueError, match="model='BloomForCausalLM' is not allowed: its attention does not go through"):
+        hf.attach(bloom)
+
+
+def test_a_mask_for_each_head_is_refused(model: Any) -> None:
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    attention, heads, keys = model.model.layers[0].self_attn, torch.zeros(1, 6, 1, 32), torch.zeros(1, 2, 100, 32)
+    with pytest.raises(ValueError, match="one mask for all heads"):
+        hf.attention.locks_attention(attention, heads, keys, keys, torch.ones(1, 6, 1, 100, dtype=torch.bool))

@@ -15,7 +15,7 @@ import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
 from pagelocks.eval import quality, ruler, tables
-from pagelocks.eval.quality import Probe, Prompt, aligned, encode, read_lines
+from pagelocks.eval.quality import Probe, Prompt, alike, encode, read_lines
 from pagelocks.eval.runner import Method, Runner
 from pagelocks.selectors import SELECTORS, SEQUENCE_SELECTORS
 
@@ -61,8 +61,18 @@ def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None
         assert answers.tokens == [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
 
 
+def test_a_model_with_windows_can_be_measured() -> None:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    gemma = make_model("Gemma3Text", layer_types=layers, sliding_window=32)
+    answers = Runner(gemma, [Method("locks", 64)], []).run(prompt(120), 5)
+    hf.attach(gemma, LocksConfig(budget=64, dense_below=0))
+    assert answers[Method("locks", 64)].tokens == generate(gemma, prompt(120), 5).tolist()
+    hf.detach(gemma)
+    assert answers[Method("dense")].tokens == generate(gemma, prompt(120), 5).tolist()
+
+
 def test_what_cannot_be_measured_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"selector='dense' is not allowed: one of locks, .*Dense runs anyway"):
+    with pytest.raises(ValueError, match=r"selector='dense' is not allowed: a selector's name. Leave it out"):
         Runner(model, [Method("dense")], [])
     with pytest.raises(ValueError, match=r"group_rule='mean'"):
         Method("locks", 64, "mean")
@@ -72,22 +82,37 @@ def test_what_cannot_be_measured_is_refused(model: Any) -> None:
         Runner(model, [Method("locks", 256)], []).run(prompt(100), 4)
 
 
+@pytest.mark.parametrize("chunk", [4096, 64])  # the second leaves a single token to the last part
+def test_links_are_measured_before_a_selector_learns_from_the_query(model: Any, chunk: int) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def probe(step: hf.SparseStep, selectors: dict[Method, Any]) -> None:
+        (learner,) = selectors.values()
+        seen.append((step.keys.shape[-2], learner._tokens))
+
+    Runner(model, [Method("h2o", 64)], [], chunk=chunk).run(prompt(129), 4, probe)
+    assert seen == [(130, 129)] * 3 + [(131, 130)] * 3 + [(132, 131)] * 3
+
+
 def test_links_are_of_dense_queries_and_the_oracle_has_all_of_them(model: Any) -> None:
     prompts = [Prompt(NOBODY, (), ((40, 43), (90, 91)))] * 2
     methods = [Method("exact", 64), Method("locks", 64), Method("random", 64), Method("locks", 64, "per-head")]
+    methods.append(Method("h2o", 64))
     probe = Probe(prompts, 2)
     Runner(model, methods, []).run(torch.cat([prompt(200), prompt(200, 1)]), 5, probe)
     for row in (0, 1):
-        exact, locks, random = (probe.links(row, method) for method in methods[:3])
+        exact, locks, random = (probe.links(row, method, 5) for method in methods[:3])
         assert exact and locks and random
         assert exact["coverage_ratio"] == exact["worst"] == exact["p5"] == exact["retention"] == 1
         assert exact["carriers_kept"] == exact["carriers_kept_by_oracle"] > 0
         assert 1 > locks["coverage_ratio"] > random["coverage_ratio"] and locks["retention"] > random["retention"]
         assert max(locks["worst"], locks["p5"]) < locks["coverage_ratio"]
-    assert probe.links(0, Method("quest", 64)) is None
+    assert probe.links(0, Method("quest", 64), 5) is None and probe.links(0, methods[3], 5) is None
     alone = Probe(prompts[:1], 2)
     Runner(model, methods[:2], []).run(prompt(200, 1), 5, alone)
-    assert alone.links(0, methods[1]) == pytest.approx(probe.links(1, methods[1]), abs=1e-4)
+    assert alone.links(0, methods[1], 5) == pytest.approx(probe.links(1, methods[1], 5), abs=1e-4)
+    one, two = (probe.links(0, methods[1], tokens) for tokens in (1, 2))
+    assert probe.links(0, methods[1], 0) is None and one != two == probe.links(0, methods[1], 5)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +127,20 @@ def tokenizer() -> Any:
 @pytest.mark.model
 def test_prompts_hold_their_facts_where_they_say(tokenizer: Any) -> None:
     records = [ruler.task(name).make(tokenizer, 700, index=index) for index, name in enumerate(["niah_single_2", "vt"])]
-    prompts = [encode(tokenizer, record) for record in records]
-    ids, moved = aligned(prompts, 198)
-    assert ids.shape == (2, max(len(p.token_ids) for p in prompts)) and len({len(p.token_ids) for p in prompts}) == 2
-    for row, (before, after) in enumerate(zip(prompts, moved, strict=True)):
-        assert ids[row].tolist() == list(after.token_ids)
-        assert len(after.carriers) == len(records[row].facts)
-        for (start, end), fact in zip(after.carriers, records[row].facts, strict=True):
-            text = tokenizer.decode(after.token_ids[start:end])
-            assert records[row].context[fact[0] : fact[1]] in text and len(text) < fact[1] - fact[0] + 12
-        assert tokenizer.decode(before.token_ids).endswith(records[row].prefix)
-        assert "assistant" in tokenizer.decode(before.token_ids)
+    for record in records:
+        prompt = encode(tokenizer, record)
+        assert len(prompt.carriers) == len(record.facts)
+        for (start, end), fact in zip(prompt.carriers, record.facts, strict=True):
+            text = tokenizer.decode(prompt.token_ids[start:end])
+            assert record.context[fact[0] : fact[1]] in text and len(text) < fact[1] - fact[0] + 12
+        whole = tokenizer.decode(prompt.token_ids)
+        assert whole.endswith(record.prefix) and "assistant" in whole
+        assert len(prompt.token_ids) + record.max_new_tokens <= prompt.context
+
+
+def test_only_prompts_of_one_length_share_a_batch() -> None:
+    prompts = [Prompt(NOBODY, (1,) * tokens, ()) for tokens in (5, 5, 5, 4, 5, 5)]
+    assert [[len(p.token_ids) for p in batch] for batch in alike(prompts, 2)] == [[5, 5], [5], [4], [5, 5]]
 
 
 def arguments(path: Path, **changes: Any) -> argparse.Namespace:
@@ -121,7 +149,15 @@ def arguments(path: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**given, **changes})
 
 
-HEADER = {"model": "tiny", "dtype": "float32", "seed": 7, "new_tokens": 3, "link_steps": 1}
+HEADER = {
+    "model": "tiny",
+    "config": "0",
+    "dtype": "float32",
+    "seed": 7,
+    "new_tokens": 3,
+    "link_steps": 1,
+    "commit": "abc",
+}
 
 
 @pytest.mark.model
@@ -137,19 +173,26 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Runner, "run", counted)
     first = quality.run(arguments(path), HEADER, model, tokenizer)
-    assert ran == [(2, ["locks", "random"]), (1, ["locks", "random"])] and len(first) == 9
+    # Records of one length came together, others by themselves.
+    assert sum(count for count, _ in ran) == 3 and all(names == ["locks", "random"] for _, names in ran)
+    assert len(first) == 9 and all(line["commit"] == "abc" for line in first)
+    assert {line["page_bytes"] for line in first if line["selector"] != "random"} == {None, 352}  # head size 32
+    calls = len(ran)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *first]
-    assert quality.run(arguments(path), HEADER, model, tokenizer) == first and len(ran) == 2
+    assert quality.run(arguments(path), HEADER, model, tokenizer) == first and len(ran) == calls
     # Stopped in the middle of a line of the last batch.
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]) + lines[-1][:40])
     again = quality.run(arguments(path), HEADER, model, tokenizer)
-    assert sorted(map(quality.key_of, again)) == sorted(map(quality.key_of, first)) and ran[2:] == [(1, ["random"])]
+    assert sorted(map(quality.key_of, again)) == sorted(map(quality.key_of, first)) and ran[calls:] == [(1, ["random"])]
     assert [line["answer"] for line in again if line["selector"] != "random"] == [
         line["answer"] for line in first if line["selector"] != "random"
     ]
-    more = quality.run(arguments(path, selector=["quest"], records=4), HEADER, model, tokenizer)
-    assert ran[3:] == [(2, ["quest"]), (2, ["quest"])] and len(more) == 9 + 4 + 1
+    assert len(path.read_text().splitlines()) == 10
+    before, calls = path.read_text(), len(ran)
+    more = quality.run(arguments(path, selector=["quest"], records=4), {**HEADER, "commit": "def"}, model, tokenizer)
+    assert sum(count for count, _ in ran[calls:]) == 4 and len(more) == 9 + 4 + 1
+    assert path.read_text().startswith(before) and [line["commit"] for line in more[9:]] == ["def"] * 5
 
 
 def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
@@ -157,6 +200,10 @@ def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
     path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
     with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
         read_lines(path, HEADER)
+    path.write_text('{"my": "results"}')
+    with pytest.raises(ValueError, match="a new file, or one that pagelocks eval run wrote"):
+        read_lines(path, HEADER)
+    assert path.read_text() == '{"my": "results"}'
     path.write_text(json.dumps(HEADER) + "\nnonsense\n{}\n")
     with pytest.raises(ValueError, match=r"line 2 of .*'nonsense' is not allowed"):
         read_lines(path, HEADER)
@@ -181,7 +228,9 @@ def test_summaries() -> None:
     assert exact["against_dense"]["difference"] == -25 and exact["against_dense"]["p"] == 1
     assert locks["low"] <= 37.5 <= locks["high"]
     assert (locks["coverage_ratio"], locks["retention"], locks["worst"]) == (0.85, 0.5, 0.2)
-    assert locks["pages_read"] == 0.25
+    assert locks["pages_read_share"] == 0.25
+    (one,) = tables.summaries(lines[9:10])
+    assert (one["n"], one["low"], one["high"], one["against_dense"]) == (1, None, None, None)
     assert tables.summary_table(lines).row_count == 3
 
 
@@ -212,7 +261,7 @@ def test_every_selector_and_task_on_a_real_model(
     cells = {cell["selector"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
     assert set(cells) == {"dense", *names}
     assert [cells[name]["score"] for name in ("dense", "exact", "locks", "random")] == [100, 100, 100, 0]
-    assert all(0 < cells[name]["pages_read"] < 0.25 for name in names)
+    assert all(0 < cells[name]["pages_read_share"] < 0.25 for name in names)
     assert cells["locks"]["coverage_ratio"] > 0.98 > cells["random"]["coverage_ratio"]
     tasks = [name for name in ruler.TASKS if name != "niah_single_1"]
     options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0", "--new-tokens", "2"]

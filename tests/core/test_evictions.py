@@ -548,13 +548,15 @@ def test_lazyeviction_protects_its_window():
 def test_page_bytes():
     for name in ("h2o", "snapkv", "kvzip"):
         assert MAKE[name]().page_bytes(128) == 64 and MAKE[name]().page_bytes(64, 8) == 32
-    assert LazyEviction().page_bytes(128) == 128
+    assert LazyEviction().page_bytes(128) == 128 and LazyEviction().page_bytes(128, group=4) == 512
+    assert [MAKE[name]().page_bytes(128, group=4) for name in ("h2o", "snapkv", "kvzip")] == [256, 256, 64]
     assert RKV().page_bytes(128) == TriAttention(FREQUENCIES).page_bytes(128) == 64 + 16 * 128 * 2 / 128
 
 
 def test_names():
     for made in (H2O, SnapKV, KVzip, RKV, LazyEviction):
-        assert SEQUENCE_SELECTORS[made.__name__.lower()] is made and observes(made(CONFIG))
+        name = made.__name__.lower().replace("kvzip", "kvzip-prompt")  # nothing repeats the context for it there
+        assert SEQUENCE_SELECTORS[name] is made and observes(made(CONFIG))
     assert CALIBRATED_SELECTORS["triattention"] is TriAttention and observes(TriAttention(FREQUENCIES, CONFIG))
 
 

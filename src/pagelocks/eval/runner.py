@@ -1,8 +1,8 @@
-"""One prefill, many decodes: a batch of prompts answered by dense attention and by every selector, in Transformers.
+"""One prefill, many decodes: a batch of prompts answered by dense attention and by many methods, in Transformers.
 
 The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
-learn; each method then decodes from that cache, which is cut back to the prompt afterwards.  So the first token comes
-from dense attention, as in a server, and all others from the method.
+learn; each method then decodes from a copy of that cache.  So the first token comes from dense attention, as in a
+server, and all others from the method.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
-from ..selectors import SELECTORS, SEQUENCE_SELECTORS, Exact, Selector, observes
-from ..selectors.base import PageSource
+from ..selectors import Exact, PageSource, Selector, make_selector, observes
 from ..selectors.groups import group_rule
-
-Calibrated = dict[str, Callable[[int], Selector]]
-"""Name -> layer -> a calibrated selector of a model's."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class _Ensemble:
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         return Exact().log_mass(query, pages, scale)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         return Exact().page_bytes(head_dim, page_size, itemsize)
 
 
@@ -85,7 +81,6 @@ class Runner:
     model : a causal Transformers model, on its device
     methods : without dense, which always runs
     stop : token ids that end an answer
-    calibrated : selectors that were measured beforehand
     chunk : tokens of a prefill's part
     """
 
@@ -94,23 +89,13 @@ class Runner:
         model: Any,
         methods: Sequence[Method],
         stop: Sequence[int],
-        calibrated: Calibrated | None = None,
         chunk: int = 2048,
     ) -> None:
-        self.model, self.methods, self.stop, self.chunk = model, list(methods), set(stop), chunk
-        self._calibrated = calibrated or {}
-        known = ["dense", *SELECTORS, *SEQUENCE_SELECTORS, *self._calibrated]
+        self.model, self.methods, self.stop, self.chunk = model, list(dict.fromkeys(methods)), set(stop), chunk
         for method in self.methods:
-            if method.selector not in known[1:]:
-                raise reject("selector", method.selector, f"one of {', '.join(known[1:])}", "Dense runs anyway.")
-
-    def selector(self, method: Method, layer: int) -> Selector:
-        """A new one for a layer of a batch."""
-        if method.selector in self._calibrated:
-            return self._calibrated[method.selector](layer)
-        if method.selector in SEQUENCE_SELECTORS:
-            return SEQUENCE_SELECTORS[method.selector](method.config)
-        return SELECTORS[method.selector]()
+            if method.selector == "dense":
+                raise reject("selector", "dense", "a selector's name", "Leave it out: dense attention always runs.")
+            make_selector(method.selector, method.config)
 
     def run(
         self,
@@ -139,8 +124,7 @@ class Runner:
         session = hf.attach(
             self.model,
             LocksConfig(budget=budget, dense_below=0),
-            lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
-            on_step=step,
+            lambda layer: _Ensemble({method: make_selector(method.selector, method.config) for method in chosen}),
             attend_all=True,
         )
 
@@ -156,21 +140,22 @@ class Runner:
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
-            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens, prompts.shape[1]), 0, 0)}
+            session.on_step = step  # not before: a prompt's last part may be a single token
+            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens), 0, 0)}
             for method in chosen:
                 session = hf.attach(
                     self.model,
                     method.config,
-                    lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
+                    lambda layer, method=method: make_selector(method.selector, method.config),  # type: ignore[misc]
                     method.rule,
                 )
                 session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
-                tokens = self._decode(cache, first, new_tokens, prompts.shape[1])
+                answers = self._decode(cache, first, new_tokens)
                 counts = session.statistics()
-                if counts.rows_dense or (max(map(len, tokens)) > 1 and not counts.pages_skipped):
+                if counts.rows_dense or (max(map(len, answers)) > 1 and not counts.pages_skipped):
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
-                results[method] = Answers(tokens, counts.pages_read, counts.pages_skipped)
+                results[method] = Answers(answers, counts.pages_read, counts.pages_skipped)
         return results
 
     def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
@@ -184,20 +169,19 @@ class Runner:
         assert logits is not None
         return cache, logits[:, -1].argmax(-1)
 
-    def _decode(self, cache: Any, first: Tensor, new_tokens: int, prompt_tokens: int) -> list[list[int]]:
-        """Greedy tokens of each row up to a stop token; the cache is as it was, afterwards."""
+    def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int) -> list[list[int]]:
+        """Greedy tokens of each row up to a stop token."""
+        cache = copy.deepcopy(prompt_cache)
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
-        while any(going):
+        while True:
             for row, value in enumerate(token.tolist()):
                 if going[row]:
                     going[row] = value not in self.stop
                     if going[row]:
                         rows[row].append(value)
                         going[row] = len(rows[row]) < new_tokens
-            if any(going):
-                logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
-                token = logits[:, -1].argmax(-1)
-        if (more := cache.get_seq_length() - prompt_tokens) > 0:
-            cache.crop(-more)
-        return rows
+            if not any(going):
+                return rows
+            logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1].argmax(-1)

@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="engines at once on the card, but for the steps (1)")
     parser.add_argument("--kv-gib", type=float, default=12, help="memory for each engine's KV cache on a GPU (12)")
     parser.add_argument("--timeout", type=int, default=240, help="seconds after which an engine is given up (240)")
-    parser.add_argument("--commit", help="the commit, for the report, where git cannot tell")
+    parser.add_argument("--commit", help="the commit, for the report, instead of what git says")
     parser.add_argument("--output", type=Path, help="a JSON file")
     arguments = parser.parse_args(argv)
     try:

@@ -17,9 +17,9 @@ CELL = ("task", "context", "selector", "budget", "rule")
 def summaries(lines: Sequence[Line]) -> list[Line]:
     """One object for each task, context, selector, budget and rule; scores from 0 to 100.
 
-    Intervals of 95%: Wilson's where every score is right or wrong, else the bootstrap.  `against_dense` and
-    `against_exact` are mean differences on the records that both have, with interval and permutation test; the oracle
-    is the one at the same budget and rule.
+    Intervals of 95%: Wilson's where every score is right or wrong, else the bootstrap's, None for one record.
+    `against_dense` and `against_exact` are mean differences on the records that both have, with interval and
+    permutation test; the oracle is the one at the same budget and rule.
     """
     cells: dict[tuple[Any, ...], dict[int, Line]] = defaultdict(dict)
     for line in lines:
@@ -30,12 +30,14 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
         scores = [line["score"] for line in records.values()]
         low, high = _interval(scores)
         about: Line = dict(zip(CELL, key, strict=True)) | {"n": len(scores), "substitute": _any(records, "substitute")}
+        about["page_bytes"] = next(iter(records.values())).get("page_bytes")
+        about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
         for name in ("coverage_ratio", "worst", "p5", "retention", "carriers_kept", "carriers_kept_by_oracle"):
             values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
             about[name] = round(sum(values) / len(values), 4) if values else None
         read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
-        about["pages_read"] = round(read / (read + skipped), 4) if read + skipped else None
+        about["pages_read_share"] = round(read / (read + skipped), 4) if read + skipped else None
         if selector != "dense":
             about["against_dense"] = _against(records, cells.get((task, context, "dense", 0, "share"), {}))
             about["against_exact"] = _against(records, cells.get((task, context, "exact", budget, rule), {}))
@@ -44,7 +46,7 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
 
 
 def summary_table(lines: Sequence[Line]) -> Table:
-    """The same for people."""
+    """The same for people; bytes are those read to score a page of a KV head."""
     table = Table(box=None, header_style="bold")
     for name in (
         "task",
@@ -58,6 +60,7 @@ def summary_table(lines: Sequence[Line]) -> Table:
         "- dense",
         "coverage",
         "retention",
+        "bytes",
     ):
         table.add_column(name, justify="left" if name in ("task", "selector", "rule") else "right")
     for about in summaries(lines):
@@ -70,25 +73,26 @@ def summary_table(lines: Sequence[Line]) -> Table:
             about["rule"] if about["selector"] != "dense" else "",
             str(about["n"]),
             f"{about['score']:.1f}",
-            f"{about['low']:.0f} to {about['high']:.0f}",
+            "" if about["low"] is None else f"{about['low']:.0f} to {about['high']:.0f}",
             f"{dense['difference']:+.1f}" if dense else "",
             "" if about["coverage_ratio"] is None else f"{about['coverage_ratio']:.3f}",
             "" if about["retention"] is None else f"{about['retention']:.3f}",
+            "" if about["page_bytes"] is None else f"{about['page_bytes']:g}",
         )
     return table
 
 
-def _interval(scores: Sequence[float]) -> tuple[float, float]:
+def _interval(scores: Sequence[float]) -> tuple[float | None, float | None]:
     if all(score in (0, 1) for score in scores):
         interval = wilson_interval(sum(score == 1 for score in scores), len(scores))
     elif len(scores) == 1:
-        return 0.0, 1.0
+        return None, None
     else:
         interval = bootstrap_mean(scores)
     return interval.low, interval.high
 
 
-def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> dict[str, float] | None:
+def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> Line | None:
     shared = sorted(set(ours) & set(theirs))
     if len(shared) < 2:
         return None
@@ -101,8 +105,8 @@ def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> dict[str, float]
     }
 
 
-def _percent(value: float) -> float:
-    return round(100 * value, 2)
+def _percent(value: float | None) -> float | None:
+    return None if value is None else round(100 * value, 2)
 
 
 def _any(records: dict[int, Line], name: str) -> bool:

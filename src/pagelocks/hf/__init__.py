@@ -6,7 +6,8 @@
     model.generate(...)
     print(session.statistics())
 
-A forward pass over several tokens, a prompt or a part of one, is dense; one over a single token is sparse.
+A forward pass over several tokens, a prompt or a part of one, is dense; one over a single token is sparse.  So assisted
+generation, prompt lookup and `use_cache=False` are mostly or wholly dense, and the counts show it.
 """
 
 from .attention import register

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import reject
-from .session import session_of
+from .session import Session, session_of
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Threads that generate with one model share its session, whose rows' keys are compared with the step's in any case."""
 
 
 def register() -> None:
@@ -62,9 +66,24 @@ def locks_attention(
     if _window(module, kwargs):
         return _dense(module, query, key, value, attention_mask, scaling, kwargs), None
     session, layer = session_of(module), int(module.layer_idx)  # type: ignore[arg-type]
-    scale, steps = query.shape[-1] ** -0.5 if scaling is None else float(scaling), query.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))  # (batch, kv_heads, G, n, head_dim)
-    spans = _tokens(attention_mask, query.shape[0], key.shape[2])
+    with _ONE_AT_A_TIME:
+        attended = _attend(session, layer, grouped, key, value, attention_mask, scale)
+    whole = tuple(range(query.shape[0]))
+    if len(attended) == 1 and attended[0][0] == whole:
+        return attended[0][1].unsqueeze(1), None
+    dense = _dense(module, query, key, value, attention_mask, scaling, kwargs)
+    for rows, output in attended:
+        dense[rows[0] : rows[-1] + 1, 0] = output
+    return dense, None
+
+
+def _attend(
+    session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Rows that were sparse, with their (rows, heads, head_dim); query is (batch, kv_heads, G, n, head_dim)."""
+    steps, spans = query.shape[3], _tokens(mask, query.shape[0], key.shape[2])
     if spans[0][1] - spans[0][0] <= steps:
         session.begin(layer)
     whole = tuple(range(len(spans)))
@@ -74,19 +93,14 @@ def locks_attention(
         if last == first:  # padding alone
             continue
         keys, values = (x[rows[0] : rows[-1] + 1, :, first:last] for x in (key, value))
-        queries = grouped[rows[0] : rows[-1] + 1]
+        queries = query[rows[0] : rows[-1] + 1]
         if steps == 1:
             output = session.attend(layer, rows, queries[..., 0, :], keys, values, scale)
             if output is not None:
                 attended.append((rows, output.flatten(1, 2)))
         else:  # tokens ahead of the rows' first are padding
             session.observe(layer, queries[..., max(0, steps - (last - first)) :, :], keys, scale)
-    if len(attended) == 1 and attended[0][0] == whole:
-        return attended[0][1].unsqueeze(1), None
-    dense = _dense(module, query, key, value, attention_mask, scaling, kwargs)
-    for rows, output in attended:
-        dense[rows[0] : rows[-1] + 1, 0] = output
-    return dense, None
+    return attended
 
 
 def _dense(
@@ -112,7 +126,10 @@ def _tokens(mask: Tensor | None, rows: int, length: int) -> list[tuple[int, int]
     if mask.dtype != torch.bool:
         remedy = "Pass attention_mask as (batch, tokens) of 0 and 1, as tokenizers give it."
         raise reject("attention_mask.dtype", mask.dtype, "LOCKS takes a mask, not a bias", remedy)
-    seen = mask[:, 0, -1].int()
+    if mask.shape[1] != 1 or mask.shape[0] not in (1, rows):
+        allowed = f"({rows}, 1, n, tokens): one mask for all heads"
+        raise reject("attention_mask.shape", tuple(mask.shape), allowed, "Pass attention_mask as (batch, tokens).")
+    seen = mask[:, 0, -1].int().expand(rows, -1)
     counts, firsts = seen.sum(-1).tolist(), seen.argmax(-1).tolist()
     lasts = (length - seen.flip(-1).argmax(-1)).tolist()
     spans = []

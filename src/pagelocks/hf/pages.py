@@ -42,19 +42,17 @@ class CachedPages:
         """Complete pages."""
         return int(self._keys.shape[-3])
 
-    def update(self, keys: Tensor) -> bool:
-        """Take a step's keys, as in the constructor; False if a page of the last step's is gone or another one now."""
+    def update(self, keys: Tensor) -> None:
+        """Take a step's keys, as in the constructor."""
         complete, size = keys.shape[-2] // self._config.page_size, self._config.page_size
         now = torch.unflatten(keys[..., : complete * size, :], -2, (complete, size))
         known = min(self.count, complete)
         changed = _differ(self._keys[..., :known, :, :], now[..., :known, :, :])
-        intact = known == self.count and not bool(changed.any())
-        if not intact or complete > known:
+        if bool(changed.any()) or known != self.count or complete > known:
             self.rebuilt += int((changed & ~self._stale[:known]).sum())
             new = torch.ones(complete - known, dtype=torch.bool, device=keys.device)
             self._stale = torch.cat([self._stale[:known] | changed, new])
             self._keys, self._summary = now.clone(), None
-        return intact
 
     def keys(self) -> Tensor:
         """(rows, kv_heads, P, page_size, head_dim)."""
@@ -73,8 +71,17 @@ class CachedPages:
         return self._summary
 
 
-def _differ(before: Tensor, now: Tensor) -> Tensor:
-    """bool (P,): pages of which any row's or head's keys differ, as bits, so that NaN equals itself."""
+def same_bits(before: Tensor, now: Tensor) -> bool:
+    """Whether two tensors of one type are the same bit by bit, so that NaN equals itself."""
+    return before.shape == now.shape and not bool(_unlike(before, now).any())
+
+
+def _unlike(before: Tensor, now: Tensor) -> Tensor:
     bits = _BITS[now.element_size()]
-    differ: Tensor = before.contiguous().view(bits) != now.contiguous().view(bits)
-    return differ.flatten(3).any(-1).flatten(0, 1).any(0)
+    unlike: Tensor = before.contiguous().view(bits) != now.contiguous().view(bits)
+    return unlike
+
+
+def _differ(before: Tensor, now: Tensor) -> Tensor:
+    """bool (P,): pages of which any row's or head's keys differ."""
+    return _unlike(before, now).flatten(3).any(-1).flatten(0, 1).any(0)

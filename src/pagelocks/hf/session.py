@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from ..attend import sparse_attention
 from ..config import LocksConfig, reject
 from ..select import select_pages
-from ..selectors import SELECTORS, SEQUENCE_SELECTORS
-from ..selectors.base import PageSource, Selector, observes
+from ..selectors import PageSource, Selector, make_selector, observes
 from ..selectors.groups import group_rule
-from .pages import CachedPages
+from .pages import CachedPages, same_bits
 
 SelectorFactory = Callable[[int], Selector]
 """Layer -> a selector of its own for a new batch."""
@@ -65,6 +63,7 @@ class _Layer:
     def __init__(self, selector: Selector, observed: int = 0) -> None:
         self.selector = selector
         self.observed = observed  # tokens of a row that the selector has learnt from
+        self.keys: Tensor | None = None  # theirs
         self.pages: dict[tuple[int, ...], CachedPages] = {}
 
 
@@ -100,11 +99,6 @@ class Session:
                 setattr(total, name, getattr(total, name) + getattr(layer, name))
         return total
 
-    def reset(self) -> None:
-        """Forget counts, rows and what selectors have learnt."""
-        self.layers.clear()
-        self._state.clear()
-
     def counts(self, layer: int) -> LayerStatistics:
         """Those of one layer."""
         return self.layers.setdefault(layer, LayerStatistics())
@@ -131,13 +125,9 @@ class Session:
         state = self._layer(layer)
         if not observes(state.selector):
             return
-        name, before = type(state.selector).__name__, keys.shape[-2] - query.shape[-2]
-        if state.observed != before:
-            allowed = f"it learns from every token, and has seen {state.observed} of {before} before this step"
-            remedy = "Prefill whole prompts of the same length, without a cache from elsewhere or assisted generation."
-            raise reject("selector", name, allowed, remedy)
+        self._check_learnt(state, keys, keys.shape[-2] - query.shape[-2])
         state.selector.observe(query, keys, scale)
-        state.observed = keys.shape[-2]
+        state.observed, state.keys = keys.shape[-2], keys.clone()
 
     def attend(
         self, layer: int, rows: tuple[int, ...], query: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -158,20 +148,20 @@ class Session:
         if rows not in state.pages:
             state.pages[rows] = CachedPages(config, keys)
         pages = state.pages[rows]
-        if not pages.update(keys) and observes(state.selector):
-            allowed = "it has learnt from keys that are no longer there"
-            raise reject("selector", type(state.selector).__name__, allowed, "Generate without beams.")
+        pages.update(keys)
+        if observes(state.selector):
+            self._check_learnt(state, keys, tokens - 1)
         if tokens <= max(config.budget, config.dense_below):
             self.observe(layer, query.unsqueeze(-2), keys, scale)
             counts.rows_dense += len(rows)
             return None
         length = torch.tensor(tokens, device=keys.device)
         mass = state.selector.log_mass(query, pages, scale)
-        self.observe(layer, query.unsqueeze(-2), keys, scale)
         share = group_rule(self.group_rule)(mass, length, config)
         chosen = select_pages(share, length, config)
         if self.on_step is not None:
             self.on_step(SparseStep(layer, rows, query, keys, values, pages, share, chosen, scale))
+        self.observe(layer, query.unsqueeze(-2), keys, scale)
         if self.attend_all:
             counts.rows_dense += len(rows)
             return None
@@ -184,14 +174,26 @@ class Session:
         keys, values = (x.unsqueeze(2).expand(*query.shape[:3], *x.shape[2:]) for x in (keys, values))
         return sparse_attention(query.unsqueeze(3), keys, values, chosen, length, scale, config.page_size).squeeze(3)
 
+    @staticmethod
+    def _check_learnt(state: _Layer, keys: Tensor, before: int) -> None:
+        """Raise unless the selector has learnt from the first `before` tokens of these keys and no others."""
+        name, remedy = (
+            type(state.selector).__name__,
+            "Prefill whole prompts of one length, and generate from them alone.",
+        )
+        if state.observed != before:
+            allowed = f"it learns from every token, and has seen {state.observed} of {before} before this step"
+            raise reject("selector", name, allowed, remedy)
+        if state.keys is not None and not same_bits(state.keys, keys[..., :before, :]):
+            raise reject("selector", name, "it has learnt from keys that are no longer there", remedy)
+
     def _layer(self, layer: int) -> _Layer:
         if layer not in self._state:
             self.begin(layer)
         return self._state[layer]
 
 
-_SESSIONS: dict[int, Session] = {}
-"""Identity of a model's configuration, which its attention modules share -> its session, while the model lives."""
+_SESSION = "_locks_session"  # the attribute of an attention module
 
 
 def attach(
@@ -218,50 +220,43 @@ def attach(
 
     Returns
     -------
-    Session; a model has one, the last.
+    Session; a model has one, the last, and a copy of the model a copy of it.
     """
     config = config or LocksConfig()
-    session = Session(config, _factory(selector, config), group_rule, on_step, attend_all)
+    if isinstance(selector, str):
+        make_selector(selector, config)  # raises if there is none of this name
+        name: str = selector
+        selector = lambda layer: make_selector(name, config)  # noqa: E731
+    session = Session(config, selector, group_rule, on_step, attend_all)
     set_implementation: Any = getattr(model, "set_attn_implementation", None)
     if set_implementation is None:
         raise reject(
             "model", type(model).__name__, "a Transformers model is needed", "Load it with AutoModelForCausalLM."
         )
     set_implementation("locks")
-    for key in _configurations(model):
-        if key not in _SESSIONS:
-            weakref.finalize(model, _SESSIONS.pop, key, None)
-        _SESSIONS[key] = session
+    implementation = model.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
+    if implementation != "locks":
+        allowed = "its attention does not go through Transformers' AttentionInterface"
+        raise reject("model", type(model).__name__, allowed, "Use another model.")
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _SESSION, session)
     return session
-
-
-def _factory(selector: str | SelectorFactory, config: LocksConfig) -> SelectorFactory:
-    if not isinstance(selector, str):
-        return selector
-    if selector in SELECTORS:
-        return lambda layer: SELECTORS[selector]()
-    if selector in SEQUENCE_SELECTORS:
-        return lambda layer: SEQUENCE_SELECTORS[selector](config)
-    known = ", ".join([*SELECTORS, *SEQUENCE_SELECTORS])
-    remedy = "Give a function from a layer to a selector for one that was calibrated, or of your own."
-    raise reject("selector", selector, f"one of {known}, or a function", remedy)
 
 
 def detach(model: nn.Module, implementation: str = "sdpa") -> None:
     """Give a model dense attention again."""
-    for key in _configurations(model):
-        _SESSIONS.pop(key, None)
+    for module in model.modules():
+        if hasattr(module, _SESSION):
+            delattr(module, _SESSION)
     model.set_attn_implementation(implementation)  # type: ignore[operator]
 
 
 def session_of(module: nn.Module) -> Session:
-    """An attention module's session; one with LOCKS' defaults where `attach` was not called."""
-    key = id(module.config)
-    if key not in _SESSIONS:
-        _SESSIONS[key] = Session(LocksConfig(), lambda layer: SELECTORS["locks"]())
-        weakref.finalize(module, _SESSIONS.pop, key, None)
-    return _SESSIONS[key]
-
-
-def _configurations(model: nn.Module) -> set[int]:
-    return {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    """An attention module's session; one of its own, with LOCKS' defaults, where `attach` was not called."""
+    session = getattr(module, _SESSION, None)
+    if session is None:
+        session = Session(LocksConfig(), lambda layer: make_selector("locks", LocksConfig()))
+        setattr(module, _SESSION, session)
+    assert isinstance(session, Session)
+    return session

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..config import LocksConfig
+from ..config import LocksConfig, reject
 from .base import Observer, PageSource, Selector, observes
 from .centroid import Centroid
 from .exact import Exact
@@ -37,7 +37,7 @@ SEQUENCE_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
     "rocketkv": RocketKV,
     "h2o": H2O,
     "snapkv": SnapKV,
-    "kvzip": KVzip,
+    "kvzip-prompt": KVzip,
     "rkv": RKV,
     "lazyeviction": LazyEviction,
 }
@@ -48,6 +48,20 @@ CALIBRATED_SELECTORS: dict[str, Callable[..., Selector]] = {
     "triattention": TriAttention,
 }
 """Name -> a selector whose first argument was measured beforehand, layer by layer; its class says how."""
+
+
+def make_selector(name: str, config: LocksConfig) -> Selector:
+    """A new selector for one layer of one batch; ValueError if there is none, or it must be calibrated first."""
+    if name in SELECTORS:
+        return SELECTORS[name]()
+    if name in SEQUENCE_SELECTORS:
+        return SEQUENCE_SELECTORS[name](config)
+    if name in CALIBRATED_SELECTORS:
+        allowed = "it takes what was measured beforehand, layer by layer"
+        raise reject("selector", name, allowed, "Give a function from a layer to a selector.")
+    known = ", ".join([*SELECTORS, *SEQUENCE_SELECTORS])
+    raise reject("selector", name, f"one of {known}", 'Use "locks".')
+
 
 __all__ = [
     "CALIBRATED_SELECTORS",
@@ -72,5 +86,6 @@ __all__ = [
     "SnapKV",
     "Streaming",
     "TriAttention",
+    "make_selector",
     "observes",
 ]

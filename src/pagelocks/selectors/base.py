@@ -33,8 +33,11 @@ class Selector(Protocol):
         """query (..., G, d) -> fp32 (..., G, P), natural log; +inf: to be read exactly, -inf: never to be read."""
         ...
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
-        """Bytes that a decode step reads to score one page of one KV head, keys taking `itemsize` bytes a number."""
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
+        """Bytes that a decode step reads to score one page of one KV head.
+
+        Keys take `itemsize` bytes a number; `group` is the KV head's query heads.
+        """
         ...
 
 

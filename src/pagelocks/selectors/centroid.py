@@ -19,6 +19,6 @@ class Centroid:
         mass = query.to(torch.float32) @ keys.mean(-2).mT * scale + math.log(keys.shape[-2])
         return torch.where(mass.isfinite(), mass, torch.inf)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The mean key."""
         return head_dim * itemsize

@@ -21,6 +21,6 @@ class Exact:
         finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """Every key."""
         return page_size * head_dim * itemsize

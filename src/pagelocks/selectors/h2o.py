@@ -14,7 +14,7 @@ class H2O(History):
     "heavy hitters"; without one, pages go by attention alone, which favours early ones: more queries have seen them.
 
     The original drops single tokens, from the prompt on, one set for each query head.  Here prefill is dense, pages are
-    dropped, and a KV head has one set, by the mean of its heads' shares.  Reads one score a token, 64 bytes a page.
+    dropped, and a KV head has one set, by the mean of its heads' shares.  Reads one score a token and query head.
     """
 
     _sum: Tensor | None = None  # (..., G, T)

@@ -85,9 +85,9 @@ class History(ABC):
         mass = mass.masked_fill(self._pages(self._unreadable, count).any(-1).unsqueeze(-2), torch.inf)
         return (self._evict(mass) if self._permanent else mass).expand(*query.shape[:-1], count)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
-        """One fp32 score a token."""
-        return 4 * page_size
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
+        """One fp32 score a token and query head."""
+        return 4 * page_size * group
 
     def _evict(self, mass: Tensor) -> Tensor:
         count, length = mass.shape[-1], torch.tensor(self._tokens + 1, device=mass.device)

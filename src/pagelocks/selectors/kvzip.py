@@ -51,6 +51,10 @@ class KVzip(History):
         self._take(query, keys, scale)
         self._unreadable, self._context = context, self._tokens
 
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
+        """One fp32 score a token."""
+        return 4 * page_size
+
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
         if self._prompt is None and self._context is None:
             self._take(query, keys, scale)

@@ -67,6 +67,6 @@ class LazyEviction(History):
         mass = self._pages(importance, count).sum(-1).log()
         return protect(mass, max(0, self._tokens - self._window) // self._config.page_size, count)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
-        """Two int32 a token, for a group of one query head; a group of G reads G times as much."""
-        return 8 * page_size
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
+        """Two int32 a token and query head."""
+        return 8 * page_size * group

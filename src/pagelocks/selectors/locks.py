@@ -17,7 +17,7 @@ class Locks:
         """query (..., G, d) -> fp32 (..., G, P)."""
         return log_mass(query, pages.summary(), scale)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """One record of the default configuration; its size does not depend on `itemsize`."""
         # The least budget, and a rank that small pages allow: neither refuses a page size, and records know no budget.
         rank = min(LocksConfig.rank, page_size - 1)

@@ -19,6 +19,6 @@ class Random:
         draws = torch.rand((*query.shape[:-2], 1, pages.count), generator=self._generator).to(query.device)
         return draws.expand(*query.shape[:-1], pages.count)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """None."""
         return 0

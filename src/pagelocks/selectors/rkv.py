@@ -96,7 +96,7 @@ class RKV(History):
             mass = mass / torch.where(deviation > 0, deviation, 1)
         return protect(mass, first, count)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """One fp32 score a token, and the keys themselves at every 128th step."""
         return page_size * (4 + head_dim * itemsize / 128)
 

@@ -106,7 +106,7 @@ class RocketKV:
         kept = pad(self.kept[..., : mass.shape[-1]], (0, max(0, mass.shape[-1] - self.kept.shape[-1])), value=True)
         return torch.where(kept.unsqueeze(-2), mass, -torch.inf)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The chosen channels' least or largest, of a page that was kept; an evicted one costs nothing."""
         return (max(1, head_dim // 2) if self._channels is None else min(self._channels, head_dim)) * itemsize
 

@@ -70,6 +70,6 @@ class SecondMoment:
         rest = deviations.square().sum(-2) - vectors.square().sum(-2)
         return vectors, rest.clamp(min=0) if self.diagonal else torch.zeros_like(rest)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The mean, the eigenvectors and the diagonal."""
         return (1 + min(self.rank, page_size - 1) + self.diagonal) * head_dim * itemsize

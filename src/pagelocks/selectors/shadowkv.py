@@ -59,6 +59,6 @@ class ShadowKV:
         outlier = torch.zeros_like(worst, dtype=torch.bool).scatter(-1, order[..., : self.outliers], True)
         return torch.where(mass.isfinite() & ~outlier.unsqueeze(-2), mass, torch.inf)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The landmark."""
         return head_dim * itemsize

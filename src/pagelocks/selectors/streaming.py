@@ -23,6 +23,6 @@ class Streaming:
         rise = torch.linspace(0, SPAN, pages.count, dtype=torch.float32, device=query.device)
         return rise.expand(*query.shape[:-1], pages.count)
 
-    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2) -> float:
+    def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """None."""
         return 0
