@@ -155,7 +155,7 @@ class Pipeline:
     ) -> None:
         """Score, select and attend."""
         table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
-        self.score(stream, query, records, table, start, rows.decode, scale, keys)
+        self.score(stream, query, records, table, start, rows.decode, keys, scale)
         if self.is_joint(rows.decode):
             self.select_attend(stream, rows, query, keys, values, output, scale)
         else:
