@@ -28,9 +28,9 @@ class History(ABC):
 
     With a configuration, eviction is permanent, as published: `log_mass` makes the choice that `page_share` and
     `select_pages` make of its answer, for a sequence of one token more than was observed, and every complete page that
-    is left out has log-mass -inf and gets no attention from then on.  That choice is by the group rule "share", whatever
-    rule the pages are read by.  Without, every page may come back, which is more
-    than these methods do.  Observing then reads every key at every step: compare quality, not cost.
+    is left out has log-mass -inf and gets no attention from then on.  That choice is by the group rule "share",
+    whatever rule the pages are read by.  Without, every page may come back, which is more than these methods do.
+    Observing then reads every key at every step: compare quality, not cost.
 
     Parameters
     ----------
