@@ -23,13 +23,12 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
-from ..select import select_pages
 from ..selectors import Exact, Selector, make_selector
 from ..selectors.groups import group_rule
 from . import ruler
 from .carriers import carrier_pages
 from .decode_record import DecodeRecord
-from .links import coverage, coverage_ratio, group_coverage_ratio, kept_pages, page_mass, summarize_heads
+from .links import choose_pages, coverage, coverage_ratio, group_coverage_ratio, kept_pages, page_mass, summarize_heads
 from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
@@ -105,32 +104,26 @@ class Probe:
         number = self._seen[step.layer] = self._seen.get(step.layer, 0) + 1
         if number > self.steps:
             return
-        length = torch.tensor(step.keys.shape[-2], device=step.keys.device)
         exact = Exact().log_mass(step.query, step.source, step.scale)
-        for method, selector in selectors.items():
-            if method.rule == "per-head":  # no choice of a group's to compare
-                continue
-            rule = group_rule(method.rule)
-            estimate = selector.log_mass(step.query, step.source, step.scale)
-            choices = (select_pages(rule(m, length, method.config), length, method.config) for m in (estimate, exact))
-            chosen, best = choices
-            for row, prompt in enumerate(self.prompts):
-                seen = DecodeRecord(
-                    step.query[row], step.keys[row], step.values[row], step.scale, int(length), prompt.carriers
-                )
-                mass = page_mass(seen, method.config.page_size)
-                held, possible = coverage(mass, chosen[row]), coverage(mass, best[row])
-                self._groups[row].setdefault((number, method), []).append(
-                    group_coverage_ratio(held, possible).flatten().cpu()
-                )
-                self._heads[row].setdefault((number, method), []).append(coverage_ratio(held, possible).cpu())
-                if prompt.carriers:
-                    carriers = carrier_pages(seen, method.config.page_size)
-                    ours, oracle = (kept_pages(c[row], len(carriers))[:, carriers] for c in (chosen, best))
-                    counts = [(ours & oracle).sum(), oracle.sum(), ours.sum(), torch.tensor(ours.numel())]
-                    self._kept[row].setdefault((number, method), []).append(
-                        torch.tensor([int(count) for count in counts])
-                    )
+        # A choice of each query head's own is no group's to compare.
+        asked = {method: selector for method, selector in selectors.items() if method.rule != "per-head"}
+        estimates = {method: each.log_mass(step.query, step.source, step.scale) for method, each in asked.items()}
+        length, size = step.keys.shape[-2], LocksConfig().page_size
+        for row, prompt in enumerate(self.prompts):
+            tensors = step.query[row], step.keys[row], step.values[row]
+            seen = DecodeRecord(*tensors, step.scale, length, prompt.carriers)
+            mass = page_mass(seen, size)
+            carriers = carrier_pages(seen, size) if prompt.carriers else None
+            for method, estimate in estimates.items():
+                key, rule = (number, method), group_rule(method.rule)
+                ours, oracle = (choose_pages(m[row], length, method.config, rule) for m in (estimate, exact))
+                held, possible = coverage(mass, ours), coverage(mass, oracle)
+                self._groups[row].setdefault(key, []).append(group_coverage_ratio(held, possible).flatten().cpu())
+                self._heads[row].setdefault(key, []).append(coverage_ratio(held, possible).cpu())
+                if carriers is not None:
+                    kept, best = (kept_pages(pages, len(carriers))[:, carriers] for pages in (ours, oracle))
+                    counts = [(kept & best).sum(), best.sum(), kept.sum(), torch.tensor(kept.numel())]
+                    self._kept[row].setdefault(key, []).append(torch.tensor([int(count) for count in counts]))
 
     def links(self, row: int, method: Method, tokens: int) -> dict[str, float] | None:
         """Over layers, KV heads and the steps of an answer of so many tokens.
