@@ -174,6 +174,13 @@ def test_a_selector_that_learns_sees_every_token_once(model: Any) -> None:
     assert len(made) == 6 and all(learner.seen == [(64, 64), (26, 90), (1, 91), (1, 92)] for _, learner in made[3:])
 
 
+def test_a_selector_that_learns_may_have_a_static_cache(model: Any) -> None:
+    made: list[Learner] = []
+    hf.attach(model, LocksConfig(budget=64, dense_below=0), lambda layer: made.append(Learner()) or made[-1])
+    generate(model, prompt(100), 3, cache_implementation="static")
+    assert all(learner.seen == [(100, 100), (1, 101), (1, 102)] for learner in made) and len(made) == 3
+
+
 def test_a_selector_that_learns_refuses_what_it_cannot_follow(model: Any) -> None:
     hf.attach(model, LocksConfig(budget=64, dense_below=0), lambda layer: Learner())
     two, mask = torch.cat([prompt(80), prompt(80, 1)]), torch.ones(2, 80, dtype=torch.int64)

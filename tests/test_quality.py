@@ -161,6 +161,12 @@ HEADER = {
 
 
 @pytest.mark.model
+def test_a_budget_that_covers_a_prompt_is_refused_before_anything_runs(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--budget=592 is not allowed: less than the prompts of niah_single_1"):
+        quality.run(arguments(tmp_path / "run.jsonl", budget=[64, 592]), HEADER, make_model(), tokenizer)
+
+
+@pytest.mark.model
 def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
     path, ran = tmp_path / "run.jsonl", []
@@ -241,6 +247,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
         (["--budget", "100"], "budget=100 is not allowed"),
         (["--records", "0"], "--records=0 is not allowed: 1 or more"),
         (["--new-tokens", "1"], "--new-tokens=1 is not allowed: 2 or more"),
+        (["--context", "-5"], "--context=-5 is not allowed: 64 or more"),
     ]:
         assert main([*common, *more]) == 2
         assert said in capsys.readouterr().err

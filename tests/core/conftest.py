@@ -1,10 +1,13 @@
-"""Real keys: what a small language model's cache holds after one prompt."""
+"""Real keys, what a small language model's cache holds after one prompt; records of awkward shapes."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
+
+from .helpers import make_config
+from .records import make_record
 
 PROSE = """\
 The ferry left the island at seven, an hour before the fog came down. Marta had counted the crates twice: forty of
@@ -94,3 +97,19 @@ def real_layers():
         query, output = (part[0].unflatten(0, (keys.shape[0], -1)).clone() for part in (query, output))
         layers[index] = RealLayer(query, keys, values, output, scale)
     return layers
+
+
+SHAPES = [  # heads, group, length, head_dim, page_size
+    (2, 3, 75, 32, 8),  # a partial last page
+    (1, 1, 64, 64, 16),  # none
+    (3, 2, 9, 32, 8),  # one complete page, one token more
+    (2, 4, 129, 32, 64),
+]
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shaped(request):
+    """A record of this shape and a configuration for it."""
+    heads, group, length, head_dim, page_size = request.param
+    record = make_record(sum(request.param), heads, group, length, head_dim, page_size=page_size)
+    return record, make_config(rank=3, page_size=page_size, budget_pages=3)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
-import platform
-import subprocess
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import LocksConfig, reject
+from ..provenance import provenance
 from .decode import SHAPES, Case, Measurement, joined, run_in_child, write_model
 from .picture import draw_decode
 
@@ -136,19 +132,13 @@ def run_decode(args: argparse.Namespace) -> Any:
 
 def about() -> dict[str, Any]:
     """Card, versions, commit and date, for every result; the commit is None outside a checkout of this package."""
-    import torch
-
-    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-    for name in ("pagelocks", "vllm"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    root, commit = Path(__file__).parents[3], None
-    if (root / ".git").exists() and (root / "src" / "pagelocks").is_dir():
-        with contextlib.suppress(OSError):
-            command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    date = datetime.now(UTC).date().isoformat()
-    return {"card": torch.cuda.get_device_name(), "versions": versions, "commit": commit, "date": date}
+    facts = provenance("cuda")
+    return {
+        "card": facts["device"],
+        "versions": facts["versions"],
+        "commit": facts["commit"] and facts["commit"][:7],
+        "date": facts["date"][:10],
+    }
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -121,11 +121,9 @@ def chosen_pages(worker: Any) -> list[list[int]]:
     scores choose; empty for a row that attends everything."""
     import torch
 
-    from ..vllm.gpu import LocksMetadataBuilder
+    from ..vllm.gpu import builder_in
 
-    groups = [group for groups in worker.model_runner.attn_groups for group in groups]
-    builders = [builder for group in groups for builder in group.metadata_builders]
-    pipeline = next(b for b in builders if isinstance(b, LocksMetadataBuilder) and b.state is not None).pipeline
+    pipeline = builder_in(worker).pipeline
     plan, table = pipeline.plan_of_step, worker.model_runner.block_tables.input_block_tables[0]
     starts = plan.score_start.tolist()
     rows = max((row + 1 for row in range(len(starts) - 1) if starts[row + 1] > starts[row]), default=0)

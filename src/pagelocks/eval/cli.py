@@ -13,10 +13,10 @@ from rich.console import Console
 
 from ..config import LocksConfig, reject
 from ..models import resolve
+from ..provenance import provenance
 from ..selectors import SELECTORS, SEQUENCE_SELECTORS
 from ..selectors.groups import GROUP_RULES
 from . import ruler
-from .provenance import provenance
 from .tables import summaries, summary_table
 
 
@@ -50,7 +50,7 @@ def add_run(commands: Any, **shape: Any) -> None:
     parser.add_argument("--batch", type=int, default=1, help="records at a time, if as long as each other (1)")
     parser.add_argument("--new-tokens", type=int, help="at most so many in an answer, instead of the task's own number")
     parser.add_argument("--link-steps", type=int, default=2, help="answer tokens whose links are measured (2)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--output", required=True, help="a JSONL file; a run goes on where it left off")
     parser.set_defaults(run=run_command, prog="pagelocks eval run")
@@ -58,10 +58,15 @@ def add_run(commands: Any, **shape: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> Any:
     """Check everything, load the model, run, and print the table."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
     from . import quality
 
+    device: Any = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise reject("--device", device, "PyTorch finds no GPU here", "Use --device cpu.")
     for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0)):
         if (value := getattr(arguments, name)) is not None and value < least:
             raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
@@ -74,7 +79,7 @@ def run_command(arguments: argparse.Namespace) -> Any:
             raise reject("--budget", budget, f"less than --context, {min(arguments.context)}", "Use less.")
     folder = resolve(arguments.model, print)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).to(arguments.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).to(device)
     longest = model.config.max_position_embeddings
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
@@ -88,7 +93,7 @@ def run_command(arguments: argparse.Namespace) -> Any:
         "dtype": arguments.dtype,
         "seed": arguments.seed,
     }
-    header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance(arguments.device)}
+    header |= {"new_tokens": arguments.new_tokens, "link_steps": arguments.link_steps, **provenance(device)}
     lines = quality.run(arguments, header, model.eval(), tokenizer)
     if not arguments.json:
         Console().print(summary_table(lines))

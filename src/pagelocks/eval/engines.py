@@ -18,7 +18,7 @@ from typing import Any
 from ..vllm.counters import PAGES_READ, PAGES_SKIPPED, ROWS_DENSE, ROWS_SPARSE, read_all
 from ..vllm.options import PAGE_SIZE
 from .needle import NEW_TOKENS, Cell
-from .records import check_cpu, check_gpu, complete_pages, locks_builder, spoil
+from .records import check_cpu, check_gpu, complete_pages, flush, spoil
 
 MODES: dict[str, dict[str, Any]] = {
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
@@ -216,7 +216,7 @@ def run_invariant(work: dict[str, Any]) -> dict[str, Any]:
     look()
     page = complete_pages(scheduler, block // PAGE_SIZE)[-1]
     if work["cuda"]:
-        llm.collective_rpc(lambda worker: locks_builder(worker).flush())
+        llm.collective_rpc(flush)
         look()
     llm.collective_rpc(spoil, args=(page, work["cuda"]))
     seen["preemptions"] = sum(preempted.values())

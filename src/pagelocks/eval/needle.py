@@ -29,10 +29,10 @@ from rich.table import Table
 
 from ..models import resolve
 from ..prompts import DIGITS, HAYSTACKS, NeedlePrompt, needle_prompt
+from ..provenance import provenance
 from ..selectors import SELECTORS
 from ..vllm.counters import FIELDS
 from ..vllm.options import Options
-from .provenance import provenance
 
 MAX_MODEL_LEN = 8192
 NEW_TOKENS = DIGITS + 3

@@ -256,7 +256,12 @@ def run(arguments: argparse.Namespace, header: dict[str, Any], model: Any, token
                 for i, left in wanted.items()
                 if left
             )
-            for prompts in alike([encode(tokenizer, record) for record in records], arguments.batch):
+            prompts_of_work = [encode(tokenizer, record) for record in records]
+            shortest = min((len(prompt.token_ids) for prompt in prompts_of_work), default=context)
+            if (largest := max(method.budget for method in methods)) >= shortest:
+                allowed = f"less than the prompts of {name}, of which one has {shortest} tokens"
+                raise reject("--budget", largest, allowed, "Use less, or a longer --context.")
+            for prompts in alike(prompts_of_work, arguments.batch):
                 some = [m for m in methods if any(m in wanted[prompt.record.index] for prompt in prompts)]
                 ids = torch.tensor([prompt.token_ids for prompt in prompts], device=model.device)
                 probe = Probe(prompts, arguments.link_steps)

@@ -27,13 +27,11 @@ def complete_pages(scheduler: Any, pages_a_block: int) -> list[int]:
     return sorted(pages)
 
 
-def locks_builder(worker: Any) -> Any:
-    """In a GPU's worker: the builder of the LOCKS layers' metadata."""
-    from ..vllm.gpu import LocksMetadataBuilder
+def flush(worker: Any) -> None:
+    """In a GPU's worker: build what the last step completed, which otherwise waits for the next one."""
+    from ..vllm.gpu import builder_in
 
-    groups = [group for groups in worker.model_runner.attn_groups for group in groups]
-    builders = [builder for group in groups for builder in group.metadata_builders]
-    return next(b for b in builders if isinstance(b, LocksMetadataBuilder) and b.state is not None)
+    builder_in(worker).flush()
 
 
 def check_gpu(worker: Any, pages: list[int]) -> tuple[int, int, list[list[int]]]:
@@ -51,9 +49,10 @@ def check_gpu(worker: Any, pages: list[int]) -> tuple[int, int, list[list[int]]]
     import torch
 
     from ..kernels import Caches
+    from ..vllm.gpu import builder_in
 
     torch.cuda.synchronize()
-    builder = locks_builder(worker)
+    builder = builder_in(worker)
     caches, pipeline, pending = builder.caches(), builder.pipeline, builder._pending
     physical = torch.tensor(pages, dtype=torch.int32, device="cuda")
     plan, completed = pipeline.plan_of_step, 0 if pending is None else pending.count

@@ -118,7 +118,8 @@ class Runner:
         dense, and each method's answers
         """
         chosen = self.methods if methods is None else list(methods)
-        # Choosing costs time at each dense step, so without a probe the budget covers the sequence.
+        # Choosing costs time at each dense step, so without a probe the budget covers the sequence; with one it is the
+        # smallest there is, and the choice itself is not looked at.
         budget = 16 * self.model.config.max_position_embeddings if probe is None else 48
         step = None if probe is None else lambda seen: probe(seen, seen_members(seen.layer))
         session = hf.attach(

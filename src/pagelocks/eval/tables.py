@@ -29,7 +29,8 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
         task, context, selector, budget, rule = key
         scores = [line["score"] for line in records.values()]
         low, high = _interval(scores)
-        about: Line = dict(zip(CELL, key, strict=True)) | {"n": len(scores), "substitute": _any(records, "substitute")}
+        about: Line = dict(zip(CELL, key, strict=True)) | {"n": len(scores)}
+        about["substitute"] = any(line["substitute"] for line in records.values())
         about["page_bytes"] = next(iter(records.values())).get("page_bytes")
         about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
@@ -107,7 +108,3 @@ def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> Line | None:
 
 def _percent(value: float | None) -> float | None:
     return None if value is None else round(100 * value, 2)
-
-
-def _any(records: dict[int, Line], name: str) -> bool:
-    return any(line[name] for line in records.values())

@@ -83,7 +83,8 @@ def _attend(
     session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     """Rows that were sparse, with their (rows, heads, head_dim); query is (batch, kv_heads, G, n, head_dim)."""
-    steps, spans = query.shape[3], _tokens(mask, query.shape[0], key.shape[2])
+    steps = query.shape[3]
+    spans = _tokens(mask, query.shape[0], key.shape[2], steps)
     if spans[0][1] - spans[0][0] <= steps:
         session.begin(layer)
     whole = tuple(range(len(spans)))
@@ -119,10 +120,10 @@ def _dense(
     return output
 
 
-def _tokens(mask: Tensor | None, rows: int, length: int) -> list[tuple[int, int]]:
+def _tokens(mask: Tensor | None, rows: int, length: int, steps: int) -> list[tuple[int, int]]:
     """Each row's own tokens, (first, one after the last), of those that the last token of the step may attend."""
-    if mask is None:
-        return [(0, length)] * rows
+    if mask is None:  # several tokens are then a whole prompt, though a static cache has room for more
+        return [(0, length if steps == 1 else steps)] * rows
     if mask.dtype != torch.bool:
         remedy = "Pass attention_mask as (batch, tokens) of 0 and 1, as tokenizers give it."
         raise reject("attention_mask.dtype", mask.dtype, "LOCKS takes a mask, not a bias", remedy)

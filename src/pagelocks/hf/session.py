@@ -127,6 +127,7 @@ class Session:
             return
         self._check_learnt(state, keys, keys.shape[-2] - query.shape[-2])
         state.selector.observe(query, keys, scale)
+        # A copy: a static cache is written over in place, by another prompt's keys too.
         state.observed, state.keys = keys.shape[-2], keys.clone()
 
     def attend(
@@ -177,10 +178,8 @@ class Session:
     @staticmethod
     def _check_learnt(state: _Layer, keys: Tensor, before: int) -> None:
         """Raise unless the selector has learnt from the first `before` tokens of these keys and no others."""
-        name, remedy = (
-            type(state.selector).__name__,
-            "Prefill whole prompts of one length, and generate from them alone.",
-        )
+        name = type(state.selector).__name__
+        remedy = "Prefill whole prompts of one length, and generate from them alone."
         if state.observed != before:
             allowed = f"it learns from every token, and has seen {state.observed} of {before} before this step"
             raise reject("selector", name, allowed, remedy)
@@ -230,9 +229,8 @@ def attach(
     session = Session(config, selector, group_rule, on_step, attend_all)
     set_implementation: Any = getattr(model, "set_attn_implementation", None)
     if set_implementation is None:
-        raise reject(
-            "model", type(model).__name__, "a Transformers model is needed", "Load it with AutoModelForCausalLM."
-        )
+        remedy = "Load it with AutoModelForCausalLM."
+        raise reject("model", type(model).__name__, "a Transformers model is needed", remedy)
     set_implementation("locks")
     implementation = model.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
     if implementation != "locks":

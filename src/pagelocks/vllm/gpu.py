@@ -177,6 +177,13 @@ class LocksMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.counters += row
 
 
+def builder_in(worker: Any) -> LocksMetadataBuilder:
+    """In an engine's worker: the builder of its LOCKS layers' metadata, for those who measure or check an engine."""
+    groups = [group for groups in worker.model_runner.attn_groups for group in groups]
+    builders = [builder for group in groups for builder in group.metadata_builders]
+    return next(b for b in builders if isinstance(b, LocksMetadataBuilder) and b.state is not None)
+
+
 def decode_rows(common: CommonAttentionMetadata) -> int:
     """How many rows at the front have one query token; padding counts where there is nothing but decode rows."""
     if common.max_query_len == 1:

@@ -16,7 +16,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     """Of this process, which computes on `device`; `commit` is None where the package is in no checkout of its own."""
     import torch
 
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
