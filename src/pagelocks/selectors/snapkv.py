@@ -19,7 +19,7 @@ class SnapKV(History):
 
     The original selects tokens, once, for each query head, and its budget is for the prompt alone.  Here pages are
     selected, one set a KV head by the mean of its heads' shares, and the budget holds at every step: generated pages
-    push the prompt's out.  Reads one score a token, 64 bytes a page, though one a page would do.
+    push the prompt's out.  Reads one score a token and query head, though one a page would do.
 
     Parameters
     ----------
