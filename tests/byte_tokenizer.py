@@ -30,6 +30,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.cells: list[list[str]] = []  # of table rows
+        self.open = False
         self.scripts: list[str] = []
         self.titles: list[str] = []
         self.feed(text)
@@ -43,16 +44,20 @@ class Page(HTMLParser):
                 kept.append("")
         if tag == "tr":
             self.cells.append([])
-        if tag in ("td", "th") and self.cells:
+        if tag in ("td", "th"):
             self.cells[-1].append("")
+            self.open = True
 
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1] in ("script", "title"):
             kept = self.scripts if self.tags[-1] == "script" else self.titles
             if not kept[-1]:
                 kept[-1] = data
-        if self.cells and self.cells[-1]:
+        if self.open:
             self.cells[-1][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open = self.open and tag not in ("td", "th")
 
     def fetched(self) -> list[str]:
         """Addresses outside the page itself."""
