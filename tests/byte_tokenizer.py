@@ -17,7 +17,7 @@ def byte_tokenizer(template: bool = True) -> Any:
     inner = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="!")
     made.chat_template = CHAT if template else None
     return made
 
