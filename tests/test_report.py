@@ -52,7 +52,10 @@ def test_the_page_says_what_the_files_say(tmp_path: Path, capsys: pytest.Capture
     selectors, budgets, out = ["locks", "exact", "quest"], [64, 128], tmp_path / "deep" / "report.html"
     first, second = (lines(task, selectors, budgets) for task in ("vt", "qa_1"))
     other = lines("vt", ["locks"], [64])
-    files = [written(tmp_path / "a.jsonl", header(), first), written(tmp_path / "b.jsonl", header(), second)]
+    files = [
+        written(tmp_path / "a.jsonl", header(), first),
+        written(tmp_path / "b.jsonl", header(date="later", link_steps=1), second),
+    ]
     files.append(written(tmp_path / "c.jsonl", header(model="second", seed=8), other))
     assert main(["eval", "report", *map(str, files), "--title", "<u>T", "--output", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -28,11 +28,11 @@ def add_eval(commands: Any, **shape: Any) -> None:
     )
     actions = evaluate.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_run(actions, **shape)
-    add_report(actions, **shape)
     table = actions.add_parser("table", help="scores with intervals, from the files of runs", **shape)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `pagelocks eval run` wrote")
     table.add_argument("--output", type=Path, metavar="FILE", help="write them as JSON, a list of objects")
     table.set_defaults(run=run_table, prog="pagelocks eval table")
+    add_report(actions, **shape)
     for command in actions.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as one JSON object")
 

@@ -30,9 +30,10 @@ from .carriers import carrier_pages
 from .decode_record import DecodeRecord
 from .links import choose_pages, coverage, coverage_ratio, group_coverage_ratio, kept_pages, page_mass, summarize_heads
 from .runner import Answers, Method, Runner
-from .tables import SETTINGS
 
 DENSE = Method("dense")
+SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps")
+"""What all lines of a file have in common."""
 
 
 @dataclass(frozen=True)

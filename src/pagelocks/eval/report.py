@@ -15,9 +15,11 @@ from typing import Any
 
 from ..config import reject
 from ..provenance import provenance
-from .tables import CELL, SETTINGS, summaries
+from .tables import CELL, summaries
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
+MACHINE = ("versions", "commit", "uncommitted_changes", "date", "device", "threads")
+"""What of a run's header two files of the same records may differ in; all else are settings."""
 _NEEDED = (*CELL, "index", "score", "substitute", "links", "pages_read", "pages_skipped")
 
 
@@ -106,7 +108,8 @@ def sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        groups.setdefault(json.dumps([run["header"].get(name) for name in SETTINGS]), []).append(run)
+        settings = {name: value for name, value in run["header"].items() if name not in MACHINE and value is not None}
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     number, found = count(), []
     for group in groups.values():
         cells = summaries([line for run in group for line in run["lines"]])
@@ -117,9 +120,9 @@ def sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": header["model"],
-                "settings": {name: _text(header.get(name)) for name in SETTINGS[1:]},
+                "settings": {n: _text(v) for n, v in header.items() if n not in ("model", *MACHINE)},
                 "files": [
-                    {"name": run["name"], "about": {n: _text(v) for n, v in run["header"].items() if n not in SETTINGS}}
+                    {"name": run["name"], "about": {n: _text(v) for n, v in run["header"].items() if n in MACHINE}}
                     for run in group
                 ],
                 "overviews": [overview(cells, context) for context in sorted({context for context, _ in tasks})],

@@ -11,8 +11,6 @@ from rich.table import Table
 from .statistics import bootstrap_difference, bootstrap_mean, permutation_test, wilson_interval
 
 Line = dict[str, Any]
-SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps")
-"""What all lines of a file have in common."""
 CELL = ("task", "context", "selector", "budget", "rule")
 
 
