@@ -24,6 +24,7 @@ from . import __version__, models
 from .bench.cli import BenchFailure, add_bench
 from .console import milliseconds, percent, reporter
 from .eval.cli import add_eval
+from .eval.inspect import add_inspect
 from .generate import Comparison, EngineFailure, Generation, compare, generate
 
 LOCKS_FLAGS = ("budget", "rank", "dense_below", "sink_pages", "recent_pages")
@@ -93,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_bench(commands, **shape)
     add_eval(commands, **shape)
+    add_inspect(commands, **shape)
     return top
 
 

@@ -17,6 +17,7 @@ from ..provenance import provenance
 from ..selectors import SELECTORS, SEQUENCE_SELECTORS
 from ..selectors.groups import GROUP_RULES
 from . import ruler
+from .report import add_report
 from .tables import summaries, summary_table
 
 
@@ -31,6 +32,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
     table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `pagelocks eval run` wrote")
     table.add_argument("--output", type=Path, metavar="FILE", help="write them as JSON, a list of objects")
     table.set_defaults(run=run_table, prog="pagelocks eval table")
+    add_report(actions, **shape)
     for command in actions.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as one JSON object")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class Runner:
         new_tokens: int,
         probe: Callable[[hf.SparseStep, dict[Method, Selector]], None] | None = None,
         methods: Sequence[Method] | None = None,
+        watch: Callable[[Method, hf.SparseStep], None] | None = None,
     ) -> dict[Method, Answers]:
         """Answer a batch.
 
@@ -112,6 +114,7 @@ class Runner:
         new_tokens : at most so many a row
         probe : called in each layer at each step that dense attention decodes, with a selector for every method
         methods : of those given to the constructor; all by default
+        watch : called in each layer at each step that a method decodes
 
         Returns
         -------
@@ -149,6 +152,7 @@ class Runner:
                     method.config,
                     lambda layer, method=method: make_selector(method.selector, method.config),  # type: ignore[misc]
                     method.rule,
+                    None if watch is None else partial(watch, method),
                 )
                 session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
                 answers = self._decode(cache, first, new_tokens)
