@@ -17,6 +17,7 @@ from ..provenance import provenance
 from ..selectors import SELECTORS, SEQUENCE_SELECTORS
 from ..selectors.groups import GROUP_RULES
 from . import ruler
+from .drift_run import add_drift
 from .tables import summaries, summary_table
 
 
@@ -27,6 +28,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
     )
     actions = evaluate.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_run(actions, **shape)
+    add_drift(actions, **shape)
     table = actions.add_parser("table", help="scores with intervals, from the files of runs", **shape)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `pagelocks eval run` wrote")
     table.add_argument("--output", type=Path, metavar="FILE", help="write them as JSON, a list of objects")
