@@ -206,6 +206,11 @@ def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
     path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
     with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
         read_lines(path, HEADER)
+    path.write_text(json.dumps({**HEADER, "calibration": {"seed": 1, "digest": "a"}}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"it has calibration=\{'seed': 1, 'digest': 'a'\}, and this run has \{'seed': 1, "
+    ):
+        read_lines(path, {**HEADER, "calibration": {"seed": 1, "digest": "b"}})
     path.write_text('{"my": "results"}')
     with pytest.raises(ValueError, match="a new file, or one that pagelocks eval run wrote"):
         read_lines(path, HEADER)

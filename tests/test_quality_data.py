@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_a_run_of_benchmarks(folder: str, tmp_path: Path, capsys: pytest.Capture
     assert main([*command, *given]) == 0
     cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert {(cell["task"], cell["n"]) for cell in cells} == {("longbench/hotpotqa", 2), ("math500", 1)}
+    shares = {(cell["task"], cell["selector"]): cell["sparse_share"] for cell in cells}
+    assert shares["longbench/hotpotqa", "h2o"] == 0.5 and shares["longbench/hotpotqa", "dense"] is None
     header, *lines = [json.loads(text) for text in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert header["calibration"]["seed"] == 1_000_042 and len(lines) == 9
     long, short = (
@@ -92,7 +95,9 @@ def test_a_run_of_benchmarks(folder: str, tmp_path: Path, capsys: pytest.Capture
     assert "the file that longbench/hotpotqa was read from" in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_is_refused_before_a_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_refused_before_a_model_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path, row_of("longbench/narrativeqa"))
     aime = tmp_path / "aime.json"
     aime.write_text(json.dumps([row_of("aime")]))
@@ -107,3 +112,7 @@ def test_what_cannot_be_read_is_refused_before_a_model_is(tmp_path: Path, capsys
     ]:
         assert main([*common, "--data", *more]) == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    path = written(tmp_path, row_of("longbench/samsum"))
+    assert main([*common, "--data", f"longbench/samsum={path}"]) == 2
+    assert "scored with rouge: run pip install" in capsys.readouterr().err

@@ -94,7 +94,10 @@ def run_command(arguments: argparse.Namespace) -> Any:
     longest = model.config.max_position_embeddings
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
-    text = calibration_text(tokenizer, arguments.seed, min(LENGTH, longest))
+    try:
+        text = calibration_text(tokenizer, arguments.seed, min(LENGTH, longest))
+    except ImportError as error:  # of the package with RULER's words
+        raise ValueError(str(error)) from error
     settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps")}
     header = about | settings | {"calibration": text.about}
     lines = quality.run(arguments, header, model, tokenizer, data, text)

@@ -120,7 +120,8 @@ def read_data(given: Sequence[str], limit: int) -> list[Data]:
     Raises
     ------
     ValueError
-        For another form, an unknown name, a name given twice, or a file that is missing or of another format.
+        For another form, an unknown name, a name given twice, a file that is missing or of another format, or a missing
+        package.
     """
     found: dict[str, Data] = {}
     for each in given:
@@ -129,7 +130,10 @@ def read_data(given: Sequence[str], limit: int) -> list[Data]:
         if not equals or not path or name in found:
             raise reject("--data", each, "NAME=PATH, each name once", "Use longbench/hotpotqa=hotpotqa.jsonl, say.")
         datasets.dataset(name)
-        examples = tuple(datasets.load(name, path, limit))
+        try:
+            examples = tuple(datasets.load(name, path, limit))
+        except ImportError as error:  # of a package that the score takes
+            raise ValueError(str(error)) from error
         digest = hashlib.sha256()
         with Path(path).open("rb") as file:
             while part := file.read(1 << 20):

@@ -49,7 +49,7 @@ def lines_of(
             line |= {
                 "pages_read": answer.pages_read / len(prompts),
                 "pages_skipped": answer.pages_skipped / len(prompts),
-                "sparse_share": round(answer.sparse_share, 4),
+                "sparse_share": None if method == DENSE else round(answer.sparse_share, 4),
             }
             links = probe.links(row, method, len(answers[DENSE].tokens[row]))
             yield line | {"links": links} | shared[method]

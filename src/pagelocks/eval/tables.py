@@ -49,7 +49,7 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
             values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
             about[name] = round(sum(values) / len(values), 4) if values else None
         read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
-        sparse = [line["sparse_share"] for line in records.values() if "sparse_share" in line]
+        sparse = [line["sparse_share"] for line in records.values() if line.get("sparse_share") is not None]
         about["sparse_share"] = round(sum(sparse) / len(sparse), 4) if sparse else None
         about["pages_read_share"] = round(read / (read + skipped), 4) if read + skipped else None
         if selector != "dense":
