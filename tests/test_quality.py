@@ -17,7 +17,7 @@ from pagelocks.cli import main
 from pagelocks.eval import quality, ruler, tables
 from pagelocks.eval.quality import Probe, Prompt, alike, encode, read_lines
 from pagelocks.eval.runner import Method, Runner
-from pagelocks.selectors import SELECTORS, SEQUENCE_SELECTORS
+from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 
 NAMES = ["locks", "quest", "snapkv", "rkv", "rocketkv"]
 NOBODY = ruler.Record("niah_single_1", 1, 0, 0, "", "", "", ("x",), 1, (), (), False, {})
@@ -172,10 +172,10 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     path, ran = tmp_path / "run.jsonl", []
     whole = Runner.run
 
-    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any) -> Any:
+    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any, *more: Any) -> Any:
         ran.append((len(prompts), [method.selector for method in methods]))
         assert tokens == 3
-        return whole(self, prompts, tokens, probe, methods)
+        return whole(self, prompts, tokens, probe, methods, *more)
 
     monkeypatch.setattr(Runner, "run", counted)
     first = quality.run(arguments(path), HEADER, model, tokenizer)
@@ -206,6 +206,11 @@ def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
     path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
     with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
         read_lines(path, HEADER)
+    path.write_text(json.dumps({**HEADER, "calibration": {"seed": 1, "digest": "a"}}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"it has calibration=\{'seed': 1, 'digest': 'a'\}, and this run has \{'seed': 1, "
+    ):
+        read_lines(path, {**HEADER, "calibration": {"seed": 1, "digest": "b"}})
     path.write_text('{"my": "results"}')
     with pytest.raises(ValueError, match="a new file, or one that pagelocks eval run wrote"):
         read_lines(path, HEADER)
@@ -261,7 +266,8 @@ def test_every_selector_and_task_on_a_real_model(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One record each; the needle is found by LOCKS, the oracle and dense attention, and not by random pages."""
-    names, path = [*SELECTORS, *SEQUENCE_SELECTORS], tmp_path / "run.jsonl"
+    names = [*SELECTORS, *SEQUENCE_SELECTORS, *CALIBRATED_SELECTORS, *REPEATING_SELECTORS]
+    path = tmp_path / "run.jsonl"
     common = ["--model", "SmolLM2-135M-Instruct", "--records", "1", "--budget", "128", "--device", "cpu", "--json"]
     common += ["--output", str(path), "--dtype", "float32"]
     assert main(["eval", "run", *common, "--context", "700", "--new-tokens", "9", "--selector", *names]) == 0
@@ -270,6 +276,9 @@ def test_every_selector_and_task_on_a_real_model(
     assert [cells[name]["score"] for name in ("dense", "exact", "locks", "random")] == [100, 100, 100, 0]
     assert all(0 < cells[name]["pages_read_share"] < 0.25 for name in names)
     assert cells["locks"]["coverage_ratio"] > 0.98 > cells["random"]["coverage_ratio"]
+    assert 0 < cells["locks"]["retrieval_heads"] < 0.5
+    assert cells["locks"]["coverage_ratio_retrieval"] > 0.9 > cells["random"]["coverage_ratio_retrieval"]
+    assert json.loads(path.read_text().splitlines()[0])["calibration"]["tokens"] > 5000
     tasks = [name for name in ruler.TASKS if name != "niah_single_1"]
     options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0", "--new-tokens", "2"]
     common[common.index(str(path))] = str(tmp_path / "tasks.jsonl")

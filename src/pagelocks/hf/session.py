@@ -254,10 +254,15 @@ def attach(
     if implementation != "locks":
         allowed = "its attention does not go through Transformers' AttentionInterface"
         raise reject("model", type(model).__name__, allowed, "Use another model.")
+    use(model, session)
+    return session
+
+
+def use(model: nn.Module, session: Session) -> None:
+    """Go on with a session that `attach` made for this model: several take turns, each with a cache of its own."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _SESSION, session)
-    return session
 
 
 def detach(model: nn.Module, implementation: str = "sdpa") -> None:
