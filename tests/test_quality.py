@@ -15,7 +15,9 @@ import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
 from pagelocks.eval import quality, ruler, tables
-from pagelocks.eval.quality import Probe, Prompt, alike, encode, read_lines
+from pagelocks.eval.probe import Probe
+from pagelocks.eval.prompt import Prompt, alike, encode, lengthen
+from pagelocks.eval.quality import read_lines
 from pagelocks.eval.runner import Method, Runner
 from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 
@@ -146,6 +148,7 @@ def test_only_prompts_of_one_length_share_a_batch() -> None:
 def arguments(path: Path, **changes: Any) -> argparse.Namespace:
     given = {"task": ["niah_single_1"], "context": [600], "records": 3, "selector": ["locks", "random"], "budget": [64]}
     given |= {"rule": ["share"], "seed": 7, "batch": 2, "new_tokens": 3, "link_steps": 1, "output": str(path)}
+    given |= {"one_length": False, "link_records": None}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -172,10 +175,10 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     path, ran = tmp_path / "run.jsonl", []
     whole = Runner.run
 
-    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any, *more: Any) -> Any:
+    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any, **more: Any) -> Any:
         ran.append((len(prompts), [method.selector for method in methods]))
         assert tokens == 3
-        return whole(self, prompts, tokens, probe, methods, *more)
+        return whole(self, prompts, tokens, probe, methods, **more)
 
     monkeypatch.setattr(Runner, "run", counted)
     first = quality.run(arguments(path), HEADER, model, tokenizer)
@@ -199,6 +202,40 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     more = quality.run(arguments(path, selector=["quest"], records=4), {**HEADER, "commit": "def"}, model, tokenizer)
     assert sum(count for count, _ in ran[calls:]) == 4 and len(more) == 9 + 4 + 1
     assert path.read_text().startswith(before) and [line["commit"] for line in more[9:]] == ["def"] * 5
+
+
+@pytest.mark.model
+def test_line_breaks_make_prompts_as_long_as_each_other(tokenizer: Any) -> None:
+    prompt = encode(tokenizer, ruler.task("niah_single_2").make(tokenizer, 700))
+    longer = lengthen(tokenizer, prompt, len(prompt.token_ids) + 5)
+    text, whole = tokenizer.decode(prompt.token_ids), tokenizer.decode(longer.token_ids)
+    ahead = whole.index("\n" * 5)
+    assert whole == text[:ahead] + "\n" * 5 + text[ahead:] and text[: ahead + 1].endswith("user\n")
+    for (start, end), (first, after) in zip(prompt.carriers, longer.carriers, strict=True):
+        assert prompt.token_ids[start:end] == longer.token_ids[first:after]
+    assert lengthen(tokenizer, prompt, 10) is prompt
+
+
+@pytest.mark.model
+def test_of_one_length_all_records_share_a_batch_and_some_have_links(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    shapes = []
+    whole = Runner.run
+    monkeypatch.setattr(
+        Runner, "run", lambda self, ids, *a, **k: shapes.append(tuple(ids.shape)) or whole(self, ids, *a, **k)
+    )
+    given = {"task": ["niah_single_2"], "batch": 8, "one_length": True, "link_records": 2, "records": 4}
+    lines = quality.run(arguments(tmp_path / "run.jsonl", **given), HEADER, model, tokenizer)
+    assert shapes == [(4, 600 - 128)]
+    assert {each["index"] for each in lines if each["selector"] == "locks" and each["links"]} == {0, 1}
+    # What a record is answered does not depend on the company it is in.
+    alone = quality.run(arguments(tmp_path / "one.jsonl", **given | {"batch": 1}), HEADER, model, tokenizer)
+    answers = [
+        {quality.key_of(each): each["answer"] for each in run if each["selector"] != "random"} for run in (lines, alone)
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 8
 
 
 def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:

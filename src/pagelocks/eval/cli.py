@@ -62,8 +62,14 @@ def add_run(commands: Any, **shape: Any) -> None:
     parser.add_argument("--rule", nargs="+", default=["share"], choices=list(GROUP_RULES), metavar="RULE")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--batch", type=int, default=1, help="records at a time, if as long as each other (1)")
+    parser.add_argument(
+        "--one-length",
+        action="store_true",
+        help="line breaks ahead of RULER's prompts, so that all of a task and context are as long as each other",
+    )
     parser.add_argument("--new-tokens", type=int, help="at most so many in an answer, instead of the task's own number")
     parser.add_argument("--link-steps", type=int, default=2, help="answer tokens whose links are measured (2)")
+    parser.add_argument("--link-records", type=int, help="links of the first so many records alone (all)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--output", required=True, help="a JSONL file; a run goes on where it left off")
@@ -75,7 +81,7 @@ def run_command(arguments: argparse.Namespace) -> Any:
     from . import quality
 
     device = device_of(arguments.device)
-    for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0)):
+    for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0), ("link_records", 0)):
         if (value := getattr(arguments, name)) is not None and value < least:
             raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
     for context in arguments.context:
@@ -100,7 +106,7 @@ def run_command(arguments: argparse.Namespace) -> Any:
         text = calibration_text(tokenizer, arguments.seed, min(LENGTH, longest))
     except ImportError as error:  # of the package with RULER's words
         raise ValueError(str(error)) from error
-    settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps")}
+    settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
     header = about | settings | {"calibration": text.about}
     lines = quality.run(arguments, header, model, tokenizer, data, text)
     if not arguments.json:

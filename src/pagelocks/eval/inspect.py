@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..config import LocksConfig, reject
-from ..models import resolve
 from ..provenance import provenance
 from ..selectors import SELECTORS, SEQUENCE_SELECTORS
 from . import ruler
+from .loading import device_of, load_model, load_tokenizer, stop_tokens
 
 LONGEST_ANSWER = 512
 
@@ -54,17 +54,10 @@ def add_inspect(commands: Any, **shape: Any) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> Any:
     """Check everything, load the model, answer, write the page."""
-    text = _check(arguments)
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
-
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    folder = resolve(arguments.model, None if arguments.json else print)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype))
-    result, values = inspect(arguments, text, model.to(device).eval(), tokenizer, Path(folder).name)
+    text, device = _check(arguments), device_of(arguments.device)
+    folder, tokenizer = load_tokenizer(arguments.model)
+    model, _ = load_model(folder, arguments.dtype, device)
+    result, values = inspect(arguments, text, model, tokenizer, folder.name)
 
     from .web import write_page
 
@@ -91,7 +84,7 @@ def inspect(
     what was found, in short; what the template asks for
     """
     from .choices import Choices, page_data, pieces, read_prompt
-    from .quality import template_tokens
+    from .prompt import template_tokens
     from .runner import Method, Runner
 
     record = None
@@ -113,10 +106,8 @@ def inspect(
     if arguments.budget >= prompt:
         raise reject("--budget", arguments.budget, f"less than the prompt, {prompt} tokens", "Use less.")
     method, choices = Method(arguments.selector, arguments.budget), Choices()
-    ends = model.generation_config.eos_token_id
-    stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     ids = torch.tensor([reading.token_ids], device=model.device)
-    answers = Runner(model, [method], sorted(stop)).run(ids, arguments.new_tokens, watch=choices.watch)
+    answers = Runner(model, [method], stop_tokens(model, tokenizer)).run(ids, arguments.new_tokens, watch=choices.watch)
     if not choices.steps:
         allowed = "one that the model answers with a token or more; this one it ends at once"
         raise reject("prompt", about, allowed, "Ask it something, or try without --raw.")
@@ -151,8 +142,6 @@ def inspect(
 def _check(arguments: argparse.Namespace) -> str | None:
     """The text of --prompt; raises for what is wrong whatever the model."""
     LocksConfig(budget=arguments.budget)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise reject("--device", "cuda", "PyTorch finds no GPU here", "Use --device cpu.")
     if not 2 <= arguments.new_tokens <= LONGEST_ANSWER:
         raise reject("--new-tokens", arguments.new_tokens, f"2 to {LONGEST_ANSWER}", "Use 16.")
     if arguments.context < 64:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def load_tokenizer(name: str) -> tuple[Path, Any]:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
-    folder = Path(resolve(name, print))
+    folder = Path(resolve(name, partial(print, file=sys.stderr)))
     return folder, AutoTokenizer.from_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig
-from ..selectors import Exact, Selector
+from ..selectors import SELECTORS, Exact, Selector
 from ..selectors.groups import group_rule
 from .carriers import Retention, carrier_pages, retrieval_heads
 from .decode_record import DecodeRecord
@@ -32,10 +32,12 @@ class Probe:
     ----------
     prompts : the rows
     steps : of the first answer tokens, how many to look at
+    rows : of the prompts, which to look at; all by default
     """
 
-    def __init__(self, prompts: Sequence[Prompt], steps: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], steps: int, rows: Sequence[int] | None = None) -> None:
         self.prompts, self.steps = prompts, steps
+        self.rows = range(len(prompts)) if rows is None else rows
         self._seen: dict[int, int] = {}  # layer -> steps
         # Row -> (step, method) -> what each layer adds: coverage by the choice and by the oracle's, (2, H, G); counts.
         self._coverage: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
@@ -51,9 +53,16 @@ class Probe:
         exact = Exact().log_mass(step.query, step.source, step.scale)
         # A choice of each query head's own is no group's to compare.
         asked = {method: selector for method, selector in selectors.items() if method.rule != "per-head"}
-        estimates = {method: each.log_mass(step.query, step.source, step.scale) for method, each in asked.items()}
+        estimates, known = dict[Method, Tensor](), dict[str, Tensor]()
+        for method, selector in asked.items():
+            if method.selector in SELECTORS and method.selector in known:  # the same at any budget
+                estimates[method] = known[method.selector]
+            else:
+                estimates[method] = selector.log_mass(step.query, step.source, step.scale)
+                known[method.selector] = estimates[method]
         length, size = step.keys.shape[-2], LocksConfig().page_size
-        for row, prompt in enumerate(self.prompts):
+        for row in self.rows:
+            prompt = self.prompts[row]
             tensors = step.query[row], step.keys[row], step.values[row]
             seen = DecodeRecord(*tensors, step.scale, length, prompt.carriers)
             mass = page_mass(seen, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,26 @@ def encode(tokenizer: Any, record: ruler.Record) -> Prompt:
     ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
     facts = ruler.fact_tokens(tokenizer, record, text, add_special_tokens=False)
     return Prompt(record, ids, tuple(facts), context)
+
+
+def lengthen(tokenizer: Any, prompt: Prompt, tokens: int) -> Prompt:
+    """The prompt with line breaks ahead of the user's turn, so that it has so many tokens; a longer one as it is.
+
+    Records of a task differ by a sentence or a line; of one length, any of them make a batch without padding.
+    """
+    missing = tokens - len(prompt.token_ids)
+    if missing <= 0:
+        return prompt
+    line_break = tokenizer("\n", add_special_tokens=False).input_ids
+    if len(line_break) != 1:
+        raise reject("tokenizer", f"{len(line_break)} tokens for a line break", "one", "Leave out --one-length.")
+    ahead = 0  # tokens of the template before the turn
+    if tokenizer.chat_template is not None:
+        one, other = (tokenizer(first_turn(tokenizer, text), add_special_tokens=False).input_ids for text in "xy")
+        ahead = next(place for place, (first, second) in enumerate(zip(one, other, strict=True)) if first != second)
+    ids = prompt.token_ids[:ahead] + (line_break[0],) * missing + prompt.token_ids[ahead:]
+    carriers = tuple((first + missing, after + missing) for first, after in prompt.carriers)
+    return replace(prompt, token_ids=ids, carriers=carriers)
 
 
 def encode_example(tokenizer: Any, example: datasets.Example, context: int, new_tokens: int) -> Prompt:

@@ -23,11 +23,11 @@ from ..selectors import CALIBRATED_SELECTORS, Selector
 from . import calibration, ruler
 from .loading import stop_tokens
 from .probe import Probe
-from .prompt import Data, Prompt, alike, encode, encode_example, template_tokens
+from .prompt import Data, Prompt, alike, encode, encode_example, lengthen, template_tokens
 from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
-SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps", "calibration")
+SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps", "one_length", "calibration")
 """What all lines of a file have in common."""
 
 
@@ -162,7 +162,8 @@ def run(
         if name in sources:
             example = sources[name].examples[index]
             return encode_example(tokenizer, example, context, arguments.new_tokens or example.new_tokens)
-        return encode(tokenizer, ruler.task(name).make(tokenizer, context - added, arguments.seed, index))
+        prompt = encode(tokenizer, ruler.task(name).make(tokenizer, context - added, arguments.seed, index))
+        return lengthen(tokenizer, prompt, context - prompt.new_tokens) if arguments.one_length else prompt
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress, path.open("a") as file:
@@ -181,9 +182,12 @@ def run(
                 asked = {method for prompt in prompts for method in wanted[name, context, prompt.record.index]}
                 some = [method for method in methods if method in asked]
                 ids = torch.tensor([prompt.token_ids for prompt in prompts], device=model.device)
-                probe = Probe(prompts, arguments.link_steps)
+                linked = arguments.link_records
+                rows = [row for row, each in enumerate(prompts) if linked is None or each.record.index < linked]
+                probe = Probe(prompts, arguments.link_steps, rows)
+                look = probe if arguments.link_steps and rows else None
                 most = arguments.new_tokens or prompts[0].new_tokens
-                answers = runner.run(ids, most, probe if arguments.link_steps else None, some, name in sources)
+                answers = runner.run(ids, most, look, some, short=name in sources)
                 for line in lines_of(answers, prompts, tokenizer, probe, shared):
                     if name in sources:
                         line["source"] = sources[name].digest

@@ -8,7 +8,7 @@ server, and all others from the method.  KVzip is shown the prompt's repetition 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
+from ..hf.pages import CachedPages
 from ..selectors import REPEATING_SELECTORS, Exact, KVzip, PageSource, Selector, observes
 from ..selectors.groups import group_rule
 from .calibration import Calibration, make_selector
@@ -164,6 +165,7 @@ class Runner:
             lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
             attend_all=True,
         )
+        session.only_grows = True  # here and below: nobody else has the cache, nor its copies
 
         def seen_members(layer: int) -> dict[Method, Selector]:
             ensemble = session.selectors()[layer][0]
@@ -179,6 +181,8 @@ class Runner:
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
+            pages = self._pages(cache, learnt, any(method.selector == "locks" for method in chosen))
+            session.go_on_with(session.selectors(), pages)
             session.on_step = step  # not before: a prompt's last part may be a single token
             results = {Method("dense"): Answers(self._decode(cache, first, new_tokens), 0, 0)}
             for method in chosen:
@@ -189,7 +193,9 @@ class Runner:
                     method.rule,
                     None if watch is None else partial(watch, method),
                 )
-                session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
+                session.only_grows = True
+                members = {layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()}
+                session.go_on_with(members, pages)
                 answers = self._decode(cache, first, new_tokens)
                 counts = session.statistics()
                 outgrown = not short or prompts.shape[1] + max(map(len, answers)) - 1 > method.budget
@@ -211,6 +217,17 @@ class Runner:
             logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         assert logits is not None
         return cache, logits[:, -1].argmax(-1)
+
+    def _pages(self, cache: Any, layers: Iterable[int], summarized: bool) -> dict[int, CachedPages]:
+        """The prompts' complete pages in each layer, for all methods; summarized, if one of them asks for that."""
+        pages = {}
+        for layer in layers:
+            keys = cache.layers[layer].keys
+            pages[layer] = CachedPages(LocksConfig(), keys, only_grows=True)
+            pages[layer].update(keys)
+            if summarized:
+                pages[layer].summary()
+        return pages
 
     def _repeat(self, session: hf.Session, cache: Any, prompts: Tensor) -> None:
         """Show the prompts' repetition to the selectors that ask for it; the cache is left as it is."""
