@@ -11,7 +11,7 @@ from test_quality import NOBODY
 
 from pagelocks.attend import attend
 from pagelocks.eval.capture import capture, captured_keys
-from pagelocks.eval.quality import Prompt
+from pagelocks.eval.prompt import Prompt
 
 LAYERS = 3
 

@@ -85,10 +85,10 @@ def test_scores_come_from_files_of_runs(tmp_path: Path, capsys: Capsys) -> None:
 def test_bad_arguments_are_refused_before_a_model_is_loaded(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resolve(*given: Any) -> str:
+    def load(*given: Any) -> None:
         raise AssertionError("a model was looked for")
 
-    monkeypatch.setattr(figure_cli, "resolve", resolve)
+    monkeypatch.setattr(figure_cli, "load_tokenizer", load)
     for name, more, said in [
         ("scope", ["--rank", "16"], "rank=16 is not allowed"),
         ("ladder", ["--rank", "0"], "rank=0 is not allowed"),
@@ -176,6 +176,7 @@ def test_the_paper_s_statements_hold_on_a_real_model(tmp_path: Path, capsys: Cap
     assert blind["checked"] == 90 and blind["locks_reads"] > 0.95 and blind["loki_reads"] < 0.3
 
 
-def test_the_command_line_is_there_without_transformers() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from pagelocks.cli import parser; parser()"
+def test_the_figures_arguments_need_no_transformers() -> None:
+    code = "import sys, argparse; sys.modules['transformers'] = None\nfrom pagelocks.eval.figures.cli import add_figure\n"
+    code += "add_figure(argparse.ArgumentParser().add_subparsers())"
     subprocess.run([sys.executable, "-c", code], check=True)

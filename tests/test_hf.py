@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from pagelocks import LocksConfig
+from pagelocks.selectors import make_selector
 from pagelocks.selectors.base import PageSource
 
 transformers = pytest.importorskip("transformers")
 
 import pagelocks.hf as hf  # noqa: E402
+import pagelocks.hf.pages as cached_pages  # noqa: E402
 import pagelocks.hf.session as sessions  # noqa: E402
+from pagelocks.hf.pages import CachedPages  # noqa: E402
 
 VOCABULARY = 300
 
@@ -113,6 +116,44 @@ def test_a_reused_prefix_changes_nothing(model: Any) -> None:
         cache = model(ids[:, :100], use_cache=True).past_key_values
     for _ in range(2):  # the second time beside what the first left in the session
         assert generate(model, ids, past_key_values=copy.deepcopy(cache)).equal(whole)
+
+
+@pytest.mark.parametrize("selector", ["locks", "exact", "snapkv"])
+@pytest.mark.parametrize("rule", ["share", "per-head"])
+def test_a_cache_that_only_grows_need_not_be_compared(model: Any, selector: str, rule: str) -> None:
+    ids, config = torch.cat([prompt(151, 1), prompt(151, 2)]), LocksConfig(budget=64, dense_below=0)
+    expected, found = [], []
+    for only_grows, seen in ((False, expected), (True, found)):
+        session = hf.attach(model, config, selector, rule, lambda step, seen=seen: seen.append(step.pages))
+        session.only_grows = only_grows
+        seen.append(generate(model, ids, 40))  # two pages and more are completed
+        seen.append(session.statistics())
+    assert len(expected) == 3 * 39 + 2 and expected[-1] == found[-1]
+    assert all(a.equal(b) for a, b in zip(expected[:-1], found[:-1], strict=True))
+
+
+def test_pages_handed_on_are_not_summarized_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LocksConfig(budget=64, dense_below=0)
+    ids = torch.cat([prompt(150, 1), prompt(150, 2)])
+    session = hf.attach(model, config)
+    with torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+    expected = generate(model, ids, past_key_values=copy.deepcopy(cache))
+    session = hf.attach(model, config)
+    session.only_grows = True
+    pages = {layer: CachedPages(config, each.keys, only_grows=True) for layer, each in enumerate(cache.layers)}
+    for layer, each in pages.items():
+        each.update(cache.layers[layer].keys)
+        assert each.summary().centroid.shape[2] == 149 // 16
+    summarized = list[int]()
+    real = cached_pages.summarize
+    monkeypatch.setattr(cached_pages, "summarize", lambda k, c: summarized.append(k.shape[2]) or real(k, c))
+    for _ in range(2):  # a session adds pages to copies
+        summarized.clear()
+        session.go_on_with({layer: (make_selector("locks", config), 0) for layer in pages}, pages)
+        assert generate(model, ids, past_key_values=copy.deepcopy(cache)).equal(expected)
+        assert set(summarized) == {1}  # as they are completed, one at a time
+        assert all(each.count == 149 // 16 for each in pages.values())
 
 
 def test_a_static_cache_changes_nothing(model: Any) -> None:

@@ -15,9 +15,11 @@ import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
 from pagelocks.eval import quality, ruler, tables
-from pagelocks.eval.quality import Probe, Prompt, alike, encode, read_lines
+from pagelocks.eval.probe import Probe
+from pagelocks.eval.prompt import Prompt, alike, encode, lengthen
+from pagelocks.eval.quality import read_lines
 from pagelocks.eval.runner import Method, Runner
-from pagelocks.selectors import SELECTORS, SEQUENCE_SELECTORS
+from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 
 NAMES = ["locks", "quest", "snapkv", "rkv", "rocketkv"]
 NOBODY = ruler.Record("niah_single_1", 1, 0, 0, "", "", "", ("x",), 1, (), (), False, {})
@@ -146,6 +148,7 @@ def test_only_prompts_of_one_length_share_a_batch() -> None:
 def arguments(path: Path, **changes: Any) -> argparse.Namespace:
     given = {"task": ["niah_single_1"], "context": [600], "records": 3, "selector": ["locks", "random"], "budget": [64]}
     given |= {"rule": ["share"], "seed": 7, "batch": 2, "new_tokens": 3, "link_steps": 1, "output": str(path)}
+    given |= {"one_length": False, "link_records": None}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -172,10 +175,10 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     path, ran = tmp_path / "run.jsonl", []
     whole = Runner.run
 
-    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any) -> Any:
+    def counted(self: Any, prompts: Any, tokens: int, probe: Any, methods: Any, **more: Any) -> Any:
         ran.append((len(prompts), [method.selector for method in methods]))
         assert tokens == 3
-        return whole(self, prompts, tokens, probe, methods)
+        return whole(self, prompts, tokens, probe, methods, **more)
 
     monkeypatch.setattr(Runner, "run", counted)
     first = quality.run(arguments(path), HEADER, model, tokenizer)
@@ -201,11 +204,50 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     assert path.read_text().startswith(before) and [line["commit"] for line in more[9:]] == ["def"] * 5
 
 
+@pytest.mark.model
+def test_line_breaks_make_prompts_as_long_as_each_other(tokenizer: Any) -> None:
+    prompt = encode(tokenizer, ruler.task("niah_single_2").make(tokenizer, 700))
+    longer = lengthen(tokenizer, prompt, len(prompt.token_ids) + 5)
+    text, whole = tokenizer.decode(prompt.token_ids), tokenizer.decode(longer.token_ids)
+    ahead = whole.index("\n" * 5)
+    assert whole == text[:ahead] + "\n" * 5 + text[ahead:] and text[: ahead + 1].endswith("user\n")
+    for (start, end), (first, after) in zip(prompt.carriers, longer.carriers, strict=True):
+        assert prompt.token_ids[start:end] == longer.token_ids[first:after]
+    assert lengthen(tokenizer, prompt, 10) is prompt
+
+
+@pytest.mark.model
+def test_of_one_length_all_records_share_a_batch_and_some_have_links(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    shapes = []
+    whole = Runner.run
+    monkeypatch.setattr(
+        Runner, "run", lambda self, ids, *a, **k: shapes.append(tuple(ids.shape)) or whole(self, ids, *a, **k)
+    )
+    given = {"task": ["niah_single_2"], "batch": 8, "one_length": True, "link_records": 2, "records": 4}
+    lines = quality.run(arguments(tmp_path / "run.jsonl", **given), HEADER, model, tokenizer)
+    assert shapes == [(4, 600 - 128)]
+    assert {each["index"] for each in lines if each["selector"] == "locks" and each["links"]} == {0, 1}
+    # What a record is answered does not depend on the company it is in.
+    alone = quality.run(arguments(tmp_path / "one.jsonl", **given | {"batch": 1}), HEADER, model, tokenizer)
+    answers = [
+        {quality.key_of(each): each["answer"] for each in run if each["selector"] != "random"} for run in (lines, alone)
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 8
+
+
 def test_a_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps({**HEADER, "model": "other"}) + "\n")
     with pytest.raises(ValueError, match=r"it has model='other', and this run has 'tiny'. Write to another file"):
         read_lines(path, HEADER)
+    path.write_text(json.dumps({**HEADER, "calibration": {"seed": 1, "digest": "a"}}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"it has calibration=\{'seed': 1, 'digest': 'a'\}, and this run has \{'seed': 1, "
+    ):
+        read_lines(path, {**HEADER, "calibration": {"seed": 1, "digest": "b"}})
     path.write_text('{"my": "results"}')
     with pytest.raises(ValueError, match="a new file, or one that pagelocks eval run wrote"):
         read_lines(path, HEADER)
@@ -261,7 +303,8 @@ def test_every_selector_and_task_on_a_real_model(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One record each; the needle is found by LOCKS, the oracle and dense attention, and not by random pages."""
-    names, path = [*SELECTORS, *SEQUENCE_SELECTORS], tmp_path / "run.jsonl"
+    names = [*SELECTORS, *SEQUENCE_SELECTORS, *CALIBRATED_SELECTORS, *REPEATING_SELECTORS]
+    path = tmp_path / "run.jsonl"
     common = ["--model", "SmolLM2-135M-Instruct", "--records", "1", "--budget", "128", "--device", "cpu", "--json"]
     common += ["--output", str(path), "--dtype", "float32"]
     assert main(["eval", "run", *common, "--context", "700", "--new-tokens", "9", "--selector", *names]) == 0
@@ -270,6 +313,9 @@ def test_every_selector_and_task_on_a_real_model(
     assert [cells[name]["score"] for name in ("dense", "exact", "locks", "random")] == [100, 100, 100, 0]
     assert all(0 < cells[name]["pages_read_share"] < 0.25 for name in names)
     assert cells["locks"]["coverage_ratio"] > 0.98 > cells["random"]["coverage_ratio"]
+    assert 0 < cells["locks"]["retrieval_heads"] < 0.5
+    assert cells["locks"]["coverage_ratio_retrieval"] > 0.9 > cells["random"]["coverage_ratio_retrieval"]
+    assert json.loads(path.read_text().splitlines()[0])["calibration"]["tokens"] > 5000
     tasks = [name for name in ruler.TASKS if name != "niah_single_1"]
     options = ["--task", *tasks, "--context", "1000", "--selector", "locks", "--link-steps", "0", "--new-tokens", "2"]
     common[common.index(str(path))] = str(tmp_path / "tasks.jsonl")

@@ -25,6 +25,7 @@ from .bench.cli import BenchFailure, add_bench
 from .console import milliseconds, percent, reporter
 from .eval import EvalFailure
 from .eval.cli import add_eval
+from .eval.inspect import add_inspect
 from .generate import Comparison, EngineFailure, Generation, compare, generate
 
 LOCKS_FLAGS = ("budget", "rank", "dense_below", "sink_pages", "recent_pages")
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_bench(commands, **shape)
     add_eval(commands, **shape)
+    add_inspect(commands, **shape)
     return top
 
 

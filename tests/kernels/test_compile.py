@@ -30,12 +30,10 @@ class Recorded:
 
     made: list[tuple[str, str, dict[str, int], str, int, int]]
 
-    def __init__(self, *args: Any) -> None:
-        name, function, defines, parameters, threads, shared, *_ = (*args, 0)
+    def __init__(self, name: str, function: str, defines: Any, parameters: str, threads: int, *more: int) -> None:
+        shared, cluster = (*more, *(0, 1)[len(more) :])
         type(self).made.append((name, function, defines, parameters, threads, shared))
-
-    def most_clusters(self) -> int:
-        return 8
+        self.at_once = {16: 7, 8: 15}.get(cluster, 132 // cluster)  # an H200's
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s.head_dim}-{s.kv_heads}-{s.group}")
@@ -108,7 +106,8 @@ def test_parameters_are_in_the_order_of_the_struct(kernels: list[Any]) -> None:
     ("group", "head_dim", "rows", "changes", "taken"),
     [
         (8, 128, 1, {}, True),
-        (8, 128, 4, {"dense_below": 8192}, True),
+        (8, 128, 3, {"dense_below": 8192}, True),
+        (8, 128, 4, {}, False),  # 16 clusters of 8 blocks, and 15 run at a time
         (8, 128, 5, {}, False),  # clusters of four blocks
         (9, 128, 1, {}, False),
         (8, 256, 1, {}, False),
@@ -121,7 +120,9 @@ def test_what_the_joint_kernel_takes(
 ) -> None:
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(score, "Kernel", lambda *args: None)
+    Recorded.made = []
+    for module in (score, select_attend):
+        monkeypatch.setattr(module, "Kernel", Recorded)
     shape, device = KernelShape(head_dim, 4, group, 16, torch.bfloat16, LocksConfig(**changes)), torch.device("cpu")
     scored = score.Score(shape, 8, 100, device)
     joint = select_attend.SelectAttend(shape, scored, select.Select(shape, scored, 8, False, device))

@@ -116,19 +116,18 @@ def set_dense_below(worker: Any, tokens: int) -> None:
             return
 
 
-def chosen_pages(worker: Any) -> list[list[int]]:
-    """In an engine's worker, after a step: for each of its rows and KV heads the distinct pages that the last layer's
-    scores choose; empty for a row that attends everything."""
+def chosen_pages(worker: Any, rows: int) -> list[list[int]]:
+    """In an engine's worker, after a step of this many rows: for each row and KV head the distinct pages that the last
+    layer's scores choose; empty for a row that attends everything."""
     import torch
 
     from ..vllm.gpu import builder_in
 
     pipeline = builder_in(worker).pipeline
     plan, table = pipeline.plan_of_step, worker.model_runner.block_tables.input_block_tables[0]
-    starts = plan.score_start.tolist()
-    rows = max((row + 1 for row in range(len(starts) - 1) if starts[row + 1] > starts[row]), default=0)
-    if not rows:
-        return []
+    starts = plan.score_start.tolist()[: rows + 1]  # what lies behind is of earlier steps
+    if starts[rows] == 0:
+        return [[] for _ in range(rows)]
     stream = int(torch.cuda.current_stream().cuda_stream)
     pipeline.select(stream, table, plan.score_start, plan.lengths, rows)
     pages = pipeline.select.pages[:rows].cpu()
@@ -216,7 +215,7 @@ def run_side(plan: Measurement) -> Iterator[dict[str, Any]]:
             times.append((end - begin) / plan.steps * 1e3)
         line: dict[str, Any] = {"case": case.name if plan.locks is not None else case.batch, "tpot_ms": times}
         if plan.locks is not None:
-            line["distinct_pages"] = llm.collective_rpc(chosen_pages)[0]
+            line["distinct_pages"] = llm.collective_rpc(chosen_pages, args=(len(case.contexts),))[0]
         yield line
     for context in plan.prefills:
         generate([context], 1, True, 99)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import hf
 from ..config import LocksConfig, reject
 from .decode_record import DecodeRecord
-from .quality import Prompt
+from .prompt import Prompt
 
 SHORTEST = 49
 """Tokens of the shortest prompt: a step of no more than the smallest budget, 48, is not reported."""

@@ -2,14 +2,15 @@
 
 The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
 learn; each method then decodes from a copy of that cache.  So the first token comes from dense attention, as in a
-server, and all others from the method.
+server, and all others from the method.  KVzip is shown the prompt's repetition in between, on a copy of the cache.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
-from ..selectors import Exact, PageSource, Selector, make_selector, observes
+from ..hf.pages import CachedPages
+from ..selectors import REPEATING_SELECTORS, Exact, KVzip, PageSource, Selector, observes
 from ..selectors.groups import group_rule
+from .calibration import Calibration, make_selector
+
+REPEATED = 2048
+"""Prompt tokens that are repeated at a time, each time after the whole prompt, as KVzip does."""
+RESUMED = 8
+"""Tokens before them that a later part begins with, so that the model knows where to go on."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,19 @@ class Method:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one method answered to a batch: token ids of each row, and pages over all layers, KV heads and rows."""
+    """What one method answered to a batch.
+
+    Attributes
+    ----------
+    tokens : ids of each row
+    pages_read, pages_skipped : over all layers, KV heads and rows
+    sparse_share : of rows, steps and layers that decoded, those that were sparse; less than 1 only where `short`
+    """
 
     tokens: list[list[int]]
     pages_read: int
     pages_skipped: int
+    sparse_share: float = 0.0
 
 
 class _Ensemble:
@@ -60,10 +76,15 @@ class _Ensemble:
 
     def __init__(self, members: dict[Method, Selector]) -> None:
         self.members = members
+        self.repeating = False  # what comes is a repetition, for those alone that ask for one
 
     def observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        for member in self.members.values():
-            if observes(member):
+        for method, member in self.members.items():
+            if self.repeating:
+                if method.selector in REPEATING_SELECTORS:
+                    assert isinstance(member, KVzip)
+                    member.reconstruct(query, keys, scale)
+            elif observes(member):
                 member.observe(query, keys, scale)
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
@@ -82,6 +103,8 @@ class Runner:
     methods : without dense, which always runs
     stop : token ids that end an answer
     chunk : tokens of a prefill's part
+    calibration : for Loki and TriAttention
+    request : token ids between a prompt and its repetition, for KVzip: `calibration.repetition_request`
     """
 
     def __init__(
@@ -90,12 +113,22 @@ class Runner:
         methods: Sequence[Method],
         stop: Sequence[int],
         chunk: int = 2048,
+        calibration: Calibration | None = None,
+        request: Sequence[int] = (),
     ) -> None:
         self.model, self.methods, self.stop, self.chunk = model, list(dict.fromkeys(methods)), set(stop), chunk
+        self.calibration, self.request = calibration, list(request)
         for method in self.methods:
             if method.selector == "dense":
                 raise reject("selector", "dense", "a selector's name", "Leave it out: dense attention always runs.")
-            make_selector(method.selector, method.config)
+            if method.selector in REPEATING_SELECTORS and len(self.request) < 2:
+                allowed = f"{method.selector} takes a request of two tokens or more"
+                raise reject("request", self.request, allowed, "Make it with calibration.repetition_request.")
+            self.selector(method, 0 if calibration is None else min(calibration.bases))
+
+    def selector(self, method: Method, layer: int) -> Selector:
+        """A new selector for one layer of one batch."""
+        return make_selector(method.selector, method.config, layer, self.calibration)
 
     def run(
         self,
@@ -103,6 +136,8 @@ class Runner:
         new_tokens: int,
         probe: Callable[[hf.SparseStep, dict[Method, Selector]], None] | None = None,
         methods: Sequence[Method] | None = None,
+        watch: Callable[[Method, hf.SparseStep], None] | None = None,
+        short: bool = False,
     ) -> dict[Method, Answers]:
         """Answer a batch.
 
@@ -112,6 +147,8 @@ class Runner:
         new_tokens : at most so many a row
         probe : called in each layer at each step that dense attention decodes, with a selector for every method
         methods : of those given to the constructor; all by default
+        watch : called in each layer at each step that a method decodes
+        short : allow prompts that a budget covers; steps are dense until the sequence outgrows it
 
         Returns
         -------
@@ -125,9 +162,10 @@ class Runner:
         session = hf.attach(
             self.model,
             LocksConfig(budget=budget, dense_below=0),
-            lambda layer: _Ensemble({method: make_selector(method.selector, method.config) for method in chosen}),
+            lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
             attend_all=True,
         )
+        session.only_grows = True  # here and below: nobody else has the cache, nor its copies
 
         def seen_members(layer: int) -> dict[Method, Selector]:
             ensemble = session.selectors()[layer][0]
@@ -136,27 +174,37 @@ class Runner:
 
         with torch.inference_mode():
             cache, first = self._prefill(prompts)
+            if any(method.selector in REPEATING_SELECTORS for method in chosen):
+                self._repeat(session, cache, prompts)
             learnt = {
                 layer: ({method: copy.deepcopy(member) for method, member in ensemble.members.items()}, tokens)
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
+            pages = self._pages(cache, learnt, any(method.selector == "locks" for method in chosen))
+            session.go_on_with(session.selectors(), pages)
             session.on_step = step  # not before: a prompt's last part may be a single token
             results = {Method("dense"): Answers(self._decode(cache, first, new_tokens), 0, 0)}
             for method in chosen:
                 session = hf.attach(
                     self.model,
                     method.config,
-                    lambda layer, method=method: make_selector(method.selector, method.config),  # type: ignore[misc]
+                    lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
                     method.rule,
+                    None if watch is None else partial(watch, method),
                 )
-                session.go_on_with({layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()})
+                session.only_grows = True
+                members = {layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()}
+                session.go_on_with(members, pages)
                 answers = self._decode(cache, first, new_tokens)
                 counts = session.statistics()
-                if counts.rows_dense or (max(map(len, answers)) > 1 and not counts.pages_skipped):
+                outgrown = not short or prompts.shape[1] + max(map(len, answers)) - 1 > method.budget
+                missed = max(map(len, answers)) > 1 and outgrown and not counts.pages_skipped
+                if missed or (counts.rows_dense and not short):
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
-                results[method] = Answers(answers, counts.pages_read, counts.pages_skipped)
+                sparse = counts.rows_sparse / max(1, counts.rows_sparse + counts.rows_dense)
+                results[method] = Answers(answers, counts.pages_read, counts.pages_skipped, sparse)
         return results
 
     def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
@@ -169,6 +217,31 @@ class Runner:
             logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         assert logits is not None
         return cache, logits[:, -1].argmax(-1)
+
+    def _pages(self, cache: Any, layers: Iterable[int], summarized: bool) -> dict[int, CachedPages]:
+        """The prompts' complete pages in each layer, for all methods; summarized, if one of them asks for that."""
+        pages = {}
+        for layer in layers:
+            keys = cache.layers[layer].keys
+            pages[layer] = CachedPages(LocksConfig(), keys, only_grows=True)
+            pages[layer].update(keys)
+            if summarized:
+                pages[layer].summary()
+        return pages
+
+    def _repeat(self, session: hf.Session, cache: Any, prompts: Tensor) -> None:
+        """Show the prompts' repetition to the selectors that ask for it; the cache is left as it is."""
+        before = session.selectors()
+        ensembles = [member for member, _ in before.values() if isinstance(member, _Ensemble)]
+        for ensemble in ensembles:
+            ensemble.repeating = True
+        request = prompts.new_tensor(self.request).expand(len(prompts), -1)
+        for start in range(0, prompts.shape[1], REPEATED):
+            part = torch.cat([request, prompts[:, max(0, start - RESUMED) : start + REPEATED]], 1)
+            self.model(part, past_key_values=copy.deepcopy(cache), use_cache=True, logits_to_keep=1)
+            session.go_on_with(before)
+        for ensemble in ensembles:
+            ensemble.repeating = False
 
     def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int) -> list[list[int]]:
         """Greedy tokens of each row up to a stop token."""

@@ -11,6 +11,17 @@ from rich.table import Table
 from .statistics import bootstrap_difference, bootstrap_mean, permutation_test, wilson_interval
 
 Line = dict[str, Any]
+LINKS = (
+    "coverage_ratio",
+    "worst",
+    "p5",
+    "coverage_ratio_retrieval",
+    "coverage_ratio_rest",
+    "retrieval_heads",
+    "retention",
+    "carriers_kept",
+    "carriers_kept_by_oracle",
+)
 CELL = ("task", "context", "selector", "budget", "rule")
 
 
@@ -34,10 +45,12 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
         about["page_bytes"] = next(iter(records.values())).get("page_bytes")
         about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
-        for name in ("coverage_ratio", "worst", "p5", "retention", "carriers_kept", "carriers_kept_by_oracle"):
+        for name in LINKS:
             values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
             about[name] = round(sum(values) / len(values), 4) if values else None
         read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
+        sparse = [line["sparse_share"] for line in records.values() if line.get("sparse_share") is not None]
+        about["sparse_share"] = round(sum(sparse) / len(sparse), 4) if sparse else None
         about["pages_read_share"] = round(read / (read + skipped), 4) if read + skipped else None
         if selector != "dense":
             about["against_dense"] = _against(records, cells.get((task, context, "dense", 0, "share"), {}))
@@ -47,7 +60,10 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
 
 
 def summary_table(lines: Sequence[Line]) -> Table:
-    """The same for people; bytes are those read to score a page of a KV head."""
+    """The same for people; bytes are those read to score a page of a KV head.  Coverage of
+    the query heads that look for the answer stands beside that of the rest where records say where it is."""
+    cells = summaries(lines)
+    apart = any(about["coverage_ratio_retrieval"] is not None for about in cells)
     table = Table(box=None, header_style="bold")
     for name in (
         "task",
@@ -60,11 +76,12 @@ def summary_table(lines: Sequence[Line]) -> Table:
         "95%",
         "- dense",
         "coverage",
+        *(("retrieval heads", "the rest") if apart else ()),
         "retention",
         "bytes",
     ):
         table.add_column(name, justify="left" if name in ("task", "selector", "rule") else "right")
-    for about in summaries(lines):
+    for about in cells:
         dense = about.get("against_dense")
         table.add_row(
             about["task"],
@@ -76,8 +93,11 @@ def summary_table(lines: Sequence[Line]) -> Table:
             f"{about['score']:.1f}",
             "" if about["low"] is None else f"{about['low']:.0f} to {about['high']:.0f}",
             f"{dense['difference']:+.1f}" if dense else "",
-            "" if about["coverage_ratio"] is None else f"{about['coverage_ratio']:.3f}",
-            "" if about["retention"] is None else f"{about['retention']:.3f}",
+            *(
+                "" if about[name] is None else f"{about[name]:.3f}"
+                for name in ("coverage_ratio", "coverage_ratio_retrieval", "coverage_ratio_rest", "retention")
+                if apart or name in ("coverage_ratio", "retention")
+            ),
             "" if about["page_bytes"] is None else f"{about['page_bytes']:g}",
         )
     return table

@@ -22,6 +22,8 @@ class CachedPages:
     config : LocksConfig
     keys : (rows, kv_heads, tokens, head_dim)
         Of the first step; for its heads, head size and type.
+    only_grows : bool
+        The caller's word that tokens are appended and nothing else ever happens to the cache: then nothing is compared.
 
     Attributes
     ----------
@@ -29,8 +31,8 @@ class CachedPages:
         Pages, in every head and row, summarized again because some of their keys had changed.
     """
 
-    def __init__(self, config: LocksConfig, keys: Tensor) -> None:
-        self._config = config
+    def __init__(self, config: LocksConfig, keys: Tensor, only_grows: bool = False) -> None:
+        self._config, self._only_grows = config, only_grows
         self._keys = torch.unflatten(keys[..., :0, :], -2, (0, config.page_size)).clone()
         self._stale = torch.zeros(0, dtype=torch.bool, device=keys.device)
         self._records = summarize(self._keys, config).pack()
@@ -42,10 +44,21 @@ class CachedPages:
         """Complete pages."""
         return int(self._keys.shape[-3])
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return int(self._keys.shape[0])
+
     def update(self, keys: Tensor) -> None:
         """Take a step's keys, as in the constructor."""
         complete, size = keys.shape[-2] // self._config.page_size, self._config.page_size
         now = torch.unflatten(keys[..., : complete * size, :], -2, (complete, size))
+        if self._only_grows:
+            if complete > self.count:
+                self._stale = torch.cat([self._stale, self._stale.new_ones(complete - self.count)])
+                self._summary = None
+            self._keys = now  # the cache's own
+            return
         known = min(self.count, complete)
         changed = _differ(self._keys[..., :known, :, :], now[..., :known, :, :])
         if bool(changed.any()) or known != self.count or complete > known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,7 @@ class Session:
     selector : the factory;  group_rule : the rule's name
     on_step : called with each `SparseStep`, after its pages are chosen and before they are attended
     attend_all : choose pages and tell `on_step`, but attend everything
+    only_grows : the caller's word that each cache is only ever appended to; keys are then not compared step by step
     layers : layer -> its counts
     """
 
@@ -85,6 +87,7 @@ class Session:
     group_rule: str = "share"
     on_step: Callable[[SparseStep], None] | None = None
     attend_all: bool = False
+    only_grows: bool = False
     layers: dict[int, LayerStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,9 +110,16 @@ class Session:
         """Layer -> its selector of this batch, and the tokens that it has learnt from."""
         return {layer: (state.selector, state.observed) for layer, state in self._state.items()}
 
-    def go_on_with(self, selectors: dict[int, tuple[Selector, int]]) -> None:
-        """Take selectors that have learnt from the tokens in the cache, as `selectors` gives them."""
+    def go_on_with(
+        self, selectors: dict[int, tuple[Selector, int]], pages: dict[int, CachedPages] | None = None
+    ) -> None:
+        """Take selectors that have learnt from the tokens in the cache, as `selectors` gives them.
+
+        `pages`, layer -> the pages of all rows, saves summarizing them again; the session takes copies.
+        """
         self._state = {layer: _Layer(selector, observed) for layer, (selector, observed) in selectors.items()}
+        for layer, each in (pages or {}).items():
+            self._state[layer].pages[tuple(range(each.rows))] = copy(each)
 
     def begin(self, layer: int) -> None:
         """A new batch: a selector of its own, and no rows."""
@@ -128,7 +138,7 @@ class Session:
         self._check_learnt(state, keys, keys.shape[-2] - query.shape[-2])
         state.selector.observe(query, keys, scale)
         # A copy: a static cache is written over in place, by another prompt's keys too.
-        state.observed, state.keys = keys.shape[-2], keys.clone()
+        state.observed, state.keys = keys.shape[-2], None if self.only_grows else keys.clone()
 
     def attend(
         self, layer: int, rows: tuple[int, ...], query: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -147,7 +157,7 @@ class Session:
         config, tokens = self.config, keys.shape[-2]
         counts, state = self.counts(layer), self._layer(layer)
         if rows not in state.pages:
-            state.pages[rows] = CachedPages(config, keys)
+            state.pages[rows] = CachedPages(config, keys, self.only_grows)
         pages = state.pages[rows]
         pages.update(keys)
         if observes(state.selector):
@@ -167,7 +177,7 @@ class Session:
             counts.rows_dense += len(rows)
             return None
         counts.rows_sparse += len(rows)
-        read = sum(len(set(head.flatten().tolist()) - {-1}) for head in chosen.flatten(0, 1))
+        read = int(_distinct(chosen))
         counts.pages_read += read
         counts.pages_skipped += config.pages_in(tokens) * len(rows) * keys.shape[1] - read
         if share.ndim == 3:
@@ -190,6 +200,14 @@ class Session:
         if layer not in self._state:
             self.begin(layer)
         return self._state[layer]
+
+
+def _distinct(pages: Tensor) -> Tensor:
+    """How many pages are listed for (rows, kv_heads), those that query heads of a group share counted once."""
+    if pages.ndim == 3:
+        return (pages >= 0).sum()  # a list names a page once
+    listed = pages.flatten(2).sort(-1).values
+    return ((listed >= 0) & (listed != torch.nn.functional.pad(listed, (1, 0), value=-1)[..., :-1])).sum()
 
 
 _SESSION = "_locks_session"  # the attribute of an attention module
@@ -236,10 +254,15 @@ def attach(
     if implementation != "locks":
         allowed = "its attention does not go through Transformers' AttentionInterface"
         raise reject("model", type(model).__name__, allowed, "Use another model.")
+    use(model, session)
+    return session
+
+
+def use(model: nn.Module, session: Session) -> None:
+    """Go on with a session that `attach` made for this model: several take turns, each with a cache of its own."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _SESSION, session)
-    return session
 
 
 def detach(model: nn.Module, implementation: str = "sdpa") -> None:

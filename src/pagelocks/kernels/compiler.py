@@ -94,6 +94,11 @@ class Kernel:
         Threads and bytes of dynamic shared memory of a block.
     cluster : int
         Blocks of a cluster.
+
+    Attributes
+    ----------
+    at_once : int
+        Clusters of more than one block that the device holds at a time: a cluster needs its processors in one GPC.
     """
 
     def __init__(
@@ -142,12 +147,9 @@ class Kernel:
             dimension.value.clusterDim.y = dimension.value.clusterDim.z = 1
             attributes.append(dimension)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        self._config, self._cluster = config, cluster
-
-    def most_clusters(self) -> int:
-        """Clusters that the device holds at a time; 0 if it cannot launch one, for want of processors in a GPC."""
-        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = self._cluster, 1, 1
-        return int(_call(self._driver.cuOccupancyMaxActiveClusters, self._function, self._config))
+        self._config = config
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        self.at_once = int(_call(driver.cuOccupancyMaxActiveClusters, self._function, config)) if cluster > 1 else 0
 
     def launch(self, stream: int, grid: tuple[int, int], *values: Any) -> None:
         """Launch on the stream with this handle; `values` are the struct's fields, tensors as their addresses."""

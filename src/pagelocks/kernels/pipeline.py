@@ -88,7 +88,6 @@ class Pipeline:
 
     def warm_up(self) -> None:
         """Compile for every number of rows, so that no step has to."""
-        self.select.warm_up(1)  # finds the largest clusters that this device can launch
         for rows in range(1, self.max_rows + 1):
             (self._select_attend if self.is_joint(rows) else self.select).warm_up(rows)
 
@@ -156,7 +155,7 @@ class Pipeline:
     ) -> None:
         """Score, select and attend."""
         table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
-        self.score(stream, query, records, table, start, rows.decode, scale, keys)
+        self.score(stream, query, records, table, start, rows.decode, keys, scale)
         if self.is_joint(rows.decode):
             self.select_attend(stream, rows, query, keys, values, output, scale)
         else:

@@ -60,8 +60,8 @@ class Score:
         block_table: Tensor,
         start: Tensor,
         rows: int,
+        keys: Tensor,
         scale: float,
-        keys: Tensor | None = None,
     ) -> None:
         """Score the pages that `start` counts.
 
@@ -71,9 +71,9 @@ class Score:
         records : uint8 (blocks, pages a block, kv_heads, record_bytes), dense but for the first stride
         block_table : int32 (rows, blocks of a row)
         start : int32 (rows + 1), from `Plan.score_start`
-        scale : float
-        keys : (blocks, block_size, kv_heads, head_dim), optional
+        keys : (blocks, block_size, kv_heads, head_dim)
             Whose pages attention reads next; their addresses are touched ahead.
+        scale : float
         """
         self._kernel.launch(
             stream,
@@ -84,10 +84,10 @@ class Score:
             start.data_ptr(),
             self.log_mass.data_ptr(),
             self.partial.data_ptr(),
-            0 if keys is None else keys.data_ptr(),
+            keys.data_ptr(),
             query.stride(0),
             records.stride(0),
-            0 if keys is None else keys.stride(0) * keys.element_size(),
+            keys.stride(0) * keys.element_size(),
             block_table.stride(0),
             self.capacity,
             self.slots,

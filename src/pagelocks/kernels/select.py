@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ SCORED = "PPPPPqqqiiii"
 def selection_defines(shape: KernelShape, score: Score, threads: int, keys: int, cluster: int) -> dict[str, int]:
     """What select.cuh must know when it is compiled."""
     defines = shape.defines("GROUP", "KV_HEADS", "PAGES_A_BLOCK")
-    defines |= {"SUBS": score.subs, "LEAST_PAGES": LEAST_PAGES, "BUDGET_PAGES": shape.config.budget_pages}
-    return defines | {"THREADS": threads, "KEYS": keys, "CLUSTER": cluster}
+    defines |= {"SUBS": score.subs, "SCORE_PARTS": score.parts, "LEAST_PAGES": LEAST_PAGES}
+    defines |= {"BUDGET_PAGES": shape.config.budget_pages, "CLUSTER": cluster}
+    return defines | {"THREADS": threads, "KEYS": keys}
 
 
 def selection_bytes(shape: KernelShape, threads: int, keys: int, cluster: int) -> int:
@@ -31,6 +33,20 @@ def selection_bytes(shape: KernelShape, threads: int, keys: int, cluster: int) -
     histograms, table = 6 * 2048 * 4, 4 * (keys // shape.pages_a_block + 2)
     heads = shape.group * (8 * max(1, warps // shape.group) + 4)
     return 4 * max(1, keys) + table + histograms + heads + 12 * warps + 8 * cluster + 256
+
+
+def largest_cluster(items: int, processors: int, least: int, kernel: Callable[[int], Kernel]) -> int:
+    """Blocks of a cluster, 16 at most, if each of `items` has one and all run at a time; 1 if fewer than `least` would.
+
+    `kernel` gives the kernel for clusters of so many blocks: a cluster needs its processors in one part of the card, so
+    that fewer may fit than the card's processors would let.
+    """
+    blocks = 16
+    while blocks >= least:
+        if blocks * items <= processors and items <= kernel(blocks).at_once:
+            return blocks
+        blocks //= 2
+    return 1
 
 
 def scored(shape: KernelShape, score: Score, block_table: Tensor, start: Tensor, keys: Tensor, rows: int) -> list[Any]:
@@ -58,30 +74,27 @@ class Select:
     def __init__(self, shape: KernelShape, score: Score, max_rows: int, logical: bool, device: torch.device) -> None:
         self.shape, self.score = shape, score
         self._kernels: dict[int, Kernel] = {}
-        self._largest = 16
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.keys = torch.empty(shape.kv_heads, score.capacity, dtype=torch.int32, device=device)
         size = (max_rows, shape.kv_heads, shape.config.budget_pages)
         self.pages = torch.zeros(size, dtype=torch.int32, device=device)
         self.logical = torch.zeros(size, dtype=torch.int32, device=device) if logical else None
 
     def cluster(self, rows: int) -> int:
-        """Blocks that share one row and head: as many as keep the processors busy, 16 at most."""
-        blocks = self._largest
-        while blocks > 1 and blocks * rows * self.shape.kv_heads > self._processors:
-            blocks //= 2
-        return blocks
+        """Blocks that share one row and head."""
+        return largest_cluster(rows * self.shape.kv_heads, self.processors, 2, self._kernel)
 
     def warm_up(self, rows: int) -> None:
-        """Compile what `rows` rows need, of the largest clusters that this device can launch."""
-        while (cluster := self.cluster(rows)) not in self._kernels:
+        """Compile what `rows` rows need."""
+        self._kernel(self.cluster(rows))
+
+    def _kernel(self, cluster: int) -> Kernel:
+        if cluster not in self._kernels:
             shared = selection_bytes(self.shape, THREADS, KEYS, cluster)
             defines = selection_defines(self.shape, self.score, THREADS, KEYS, cluster) | {"SHARED_BYTES": shared}
             kernel = Kernel("select", "select_pages", defines, SCORED + "PPP", THREADS, shared, cluster)
-            if cluster > 1 and kernel.most_clusters() == 0:
-                self._largest = cluster // 2
-            else:
-                self._kernels[cluster] = kernel
+            self._kernels[cluster] = kernel
+        return self._kernels[cluster]
 
     def __call__(self, stream: int, block_table: Tensor, start: Tensor, lengths: Tensor, rows: int) -> None:
         """Select pages of the rows that `start` counts pages of.
@@ -92,9 +105,8 @@ class Select:
         start : int32 (rows + 1), from `Plan.score_start`
         lengths : int32 (rows)
         """
-        self.warm_up(rows)
         cluster = self.cluster(rows)
-        self._kernels[cluster].launch(
+        self._kernel(cluster).launch(
             stream,
             (cluster * rows * self.shape.kv_heads, 1),
             *scored(self.shape, self.score, block_table, start, self.keys, rows),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .compiler import SHARED_MEMORY, Kernel
 from .score import Score
-from .select import SCORED, Select, scored, selection_bytes, selection_defines
+from .select import SCORED, Select, largest_cluster, scored, selection_bytes, selection_defines
 from .shape import KernelShape
 
 THREADS = 256
@@ -30,13 +30,19 @@ class SelectAttend:
     def takes(self, rows: int) -> bool:
         """Whether steps of this many rows are for this kernel."""
         fits = self.shape.group <= 8 and self.shape.head_dim <= 128 and self._most <= MOST_ATTENDED
-        return fits and self._select.cluster(rows) >= LEAST_CLUSTER
+        return fits and self._cluster(rows) >= LEAST_CLUSTER
 
     def warm_up(self, rows: int) -> None:
         """Compile what `rows` rows need."""
-        cluster, shape = self._select.cluster(rows), self.shape
+        self._kernel(self._cluster(rows))
+
+    def _cluster(self, rows: int) -> int:
+        return largest_cluster(rows * self.shape.kv_heads, self._select.processors, LEAST_CLUSTER, self._kernel)
+
+    def _kernel(self, cluster: int) -> Kernel:
+        shape = self.shape
         if cluster in self._kernels:
-            return
+            return self._kernels[cluster]
         share = -(-shape.config.budget_pages // cluster)
         stage = 2 * 16 * shape.head_dim * 2
         slices = 4 * shape.group * shape.head_dim + 8 * shape.group * cluster
@@ -49,6 +55,7 @@ class SelectAttend:
         defines |= {"STAGES": stages, "SHARED_BYTES": shared}
         fields = SCORED + "PPPPPqqqqqf"
         self._kernels[cluster] = Kernel("select_attend", "select_attend", defines, fields, THREADS, shared, cluster)
+        return self._kernels[cluster]
 
     def __call__(
         self,
@@ -76,10 +83,9 @@ class SelectAttend:
         lengths : int32 (rows)
         scale : float
         """
-        self.warm_up(rows)
-        cluster = self._select.cluster(rows)
+        cluster = self._cluster(rows)
         tensors = (query, keys, values, output, lengths)
-        self._kernels[cluster].launch(
+        self._kernel(cluster).launch(
             stream,
             (cluster * rows * self.shape.kv_heads, 1),
             *scored(self.shape, self.score, block_table, score_start, self._select.keys, rows),

@@ -49,15 +49,21 @@ CALIBRATED_SELECTORS: dict[str, Callable[..., Selector]] = {
 }
 """Name -> a selector whose first argument was measured beforehand, layer by layer; its class says how."""
 
+REPEATING_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
+    "kvzip": KVzip,
+}
+"""Name -> a selector that must be shown the prompt's repetition (`reconstruct`) before it selects."""
+
 
 def make_selector(name: str, config: LocksConfig) -> Selector:
-    """A new selector for one layer of one batch; ValueError if there is none, or it must be calibrated first."""
+    """A new selector for one layer of one batch; ValueError if there is none, or more must be done first."""
     if name in SELECTORS:
         return SELECTORS[name]()
     if name in SEQUENCE_SELECTORS:
         return SEQUENCE_SELECTORS[name](config)
-    if name in CALIBRATED_SELECTORS:
-        allowed = "it takes what was measured beforehand, layer by layer"
+    if name in CALIBRATED_SELECTORS or name in REPEATING_SELECTORS:
+        calibrated = "it takes what was measured beforehand, layer by layer"
+        allowed = calibrated if name in CALIBRATED_SELECTORS else "the prompt must be repeated to it before it selects"
         raise reject("selector", name, allowed, "Give a function from a layer to a selector.")
     known = ", ".join([*SELECTORS, *SEQUENCE_SELECTORS])
     raise reject("selector", name, f"one of {known}", 'Use "locks".')
@@ -66,6 +72,7 @@ def make_selector(name: str, config: LocksConfig) -> Selector:
 __all__ = [
     "CALIBRATED_SELECTORS",
     "H2O",
+    "REPEATING_SELECTORS",
     "RKV",
     "SELECTORS",
     "SEQUENCE_SELECTORS",

@@ -14,7 +14,8 @@ class KVzip(History):
 
     Those queries come through `reconstruct`.  Until they do, t runs over the prompt's own queries, as `observe` gets
     them: **that stands in for KVzip and is not KVzip**, whose point is that the context is read a second time.  Say
-    which of the two a number is of.
+    which of the two a number is of: `pagelocks eval run` calls this `kvzip-prompt`, and `kvzip` where it repeats the
+    whole prompt, question and all.
 
     The context is what was observed before `reconstruct`, or before the first sparse step; its scores stay, since the
     original does not ask what will be asked.  It keeps all tokens after the context; here their pages come first, the

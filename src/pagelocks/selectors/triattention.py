@@ -19,11 +19,11 @@ class TriAttention(History):
 
     which is the average query's logit, from o tokens ahead, and for what is not average the product of the norms.
 
-    The means are of all queries observed in this sequence; the original takes them once, from other text.  It scores
-    every 128 steps, keeps the prompt and drops single tokens; here all is scored at every step, the prompt too, and
-    pages are dropped, by the mean of their tokens' scores, since these are no shares of anything.  Keys must be rotated
-    by RoPE, half against half (Llama, Qwen), over the whole head, without a rescaling of their length.  Reads one score
-    a token and every key once in 128 steps.
+    The means are those given, measured beforehand on other text as in the original (`query_means`), or without any
+    those of all queries observed in this sequence.  The original scores every 128 steps, keeps the prompt and drops
+    single tokens; here all is scored at every step, the prompt too, and pages are dropped, by the mean of their tokens'
+    scores, since these are no shares of anything.  Keys must be rotated by RoPE, half against half (Llama, Qwen), over
+    the whole head, without a rescaling of their length.  Reads one score a token and every key once in 128 steps.
 
     Parameters
     ----------
@@ -32,31 +32,36 @@ class TriAttention(History):
     config, permanent : as in `History`
     horizon : int
         The farthest look ahead; 65,536 as published.
+    means : (complex, real), each (kv_heads, G, d / 2), optional
+        E[q_f] and E|q_f| of one layer's queries, from `query_means`.
     """
 
     def __init__(
-        self, frequencies: Tensor, config: LocksConfig | None = None, *, permanent: bool = True, horizon: int = 65_536
+        self,
+        frequencies: Tensor,
+        config: LocksConfig | None = None,
+        *,
+        permanent: bool = True,
+        horizon: int = 65_536,
+        means: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(config, permanent=permanent)
         check_number("horizon", horizon, 1, "tokens ahead")
         self._frequencies = frequencies.to(torch.float64)  # angles grow to 1e5, of which fp32 keeps two digits
         self._ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=frequencies.device)
+        self._means = means
         self._centre: Tensor | None = None  # complex (..., G, d / 2), a sum
         self._norm: Tensor | None = None  # (..., G, d / 2), a sum
         self._scores = torch.zeros(0)  # (..., 1, T)
 
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        tokens, steps = keys.shape[-2], query.shape[-2]
+        tokens = keys.shape[-2]
         if query.shape[-1] != 2 * self._frequencies.shape[0] or self._frequencies.ndim != 1:
             allowed = f"heads of size {query.shape[-1]} need one frequency for each two channels"
             raise reject("frequencies.shape", tuple(self._frequencies.shape), allowed, "Give the model's inv_freq.")
-        position = torch.arange(tokens - steps, tokens, dtype=torch.float64, device=keys.device)
-        upright = _complex(query) * self._turn(-position)
-        centre, norm = upright.sum(-2), upright.abs().sum(-2)
-        self._centre = centre if self._centre is None else self._centre + centre
-        self._norm = norm if self._norm is None else self._norm + norm
-        aim = self._centre / tokens * self._turn(tokens - 1 + self._ahead).mean(-2)
-        spread = (self._norm - self._centre.abs()) / tokens
+        mean, size = self._averages(query, tokens)
+        aim = mean * _turn(self._frequencies, tokens - 1 + self._ahead).mean(-2)
+        spread = size - mean.abs()
         keys = keys.to(torch.float32)
         score = torch.cat([aim.real, aim.imag], -1).to(torch.float32) @ keys.mT
         score = score + spread.to(torch.float32) @ _complex(keys).abs().mT  # (..., G, T)
@@ -66,17 +71,53 @@ class TriAttention(History):
         deviation = (score.square().sum(-1, keepdim=True) / number).sqrt()
         self._scores = (score / torch.where(deviation > 0, deviation, 1)).amax(-2, keepdim=True)
 
+    def _averages(self, query: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """E[q_f] and E|q_f|, (..., G, d / 2)."""
+        if self._means is not None:
+            centre, norm = (mean.to(query.device) for mean in self._means)
+            if centre.shape[-3:-1] != query.shape[-4:-2]:
+                allowed = f"means of {tuple(centre.shape[-3:-1])} KV heads and their query heads"
+                raise reject("query.shape", tuple(query.shape), allowed, "Give the means of the same layer.")
+            return centre, norm
+        centre, norm = query_means(query, self._frequencies, tokens - query.shape[-2])
+        steps = query.shape[-2]
+        self._centre = centre * steps if self._centre is None else self._centre + centre * steps
+        self._norm = norm * steps if self._norm is None else self._norm + norm * steps
+        return self._centre / tokens, self._norm / tokens
+
     def _score(self, count: int) -> Tensor:
         return self._pages(self._scores, count).mean(-1)
-
-    def _turn(self, position: Tensor) -> Tensor:
-        """complex (n, d / 2): RoPE's rotations at n positions."""
-        angle = position.unsqueeze(-1) * self._frequencies
-        return torch.polar(torch.ones_like(angle), angle)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """One fp32 score a token, and the keys themselves at every 128th step."""
         return page_size * (4 + head_dim * itemsize / 128)
+
+
+def query_means(query: Tensor, frequencies: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """E[q_f] and E|q_f| of queries before RoPE.
+
+    Parameters
+    ----------
+    query : (..., G, n, d)
+        After RoPE, of tokens that follow one another.
+    frequencies : (d / 2)
+        As in `TriAttention`.
+    first : int
+        The first token's position.
+
+    Returns
+    -------
+    complex128 and fp64 (..., G, d / 2)
+    """
+    position = torch.arange(first, first + query.shape[-2], dtype=torch.float64, device=query.device)
+    upright = _complex(query) * _turn(frequencies, -position)
+    return upright.mean(-2), upright.abs().mean(-2)
+
+
+def _turn(frequencies: Tensor, position: Tensor) -> Tensor:
+    """complex (n, d / 2): RoPE's rotations at n positions."""
+    angle = position.unsqueeze(-1) * frequencies.to(torch.float64)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 def rope_frequencies(base: float, head_dim: int) -> Tensor:

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...config import LocksConfig, reject
-from ...models import resolve
 from ...provenance import provenance
 from .. import EvalFailure, ruler
+from ..loading import device_of, load_model, load_tokenizer, stop_tokens
+from ..prompt import encode, template_tokens
 from . import bytes as bytes_figure
 from . import score
 from .means import Row, series
@@ -91,18 +91,11 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
     figure = FIGURES[arguments.name]
     picture = _picture(arguments)
     options = _options(figure.options, arguments)
-    device: Any = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise reject("--device", device, "PyTorch finds no GPU here", "Use --device cpu.")
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
+    device = device_of(arguments.device)
+    folder, tokenizer = load_tokenizer(arguments.model)
     from ..capture import capture, captured_keys
 
-    folder = resolve(arguments.model, Console(stderr=True).print)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).to(device).eval()
+    model, identity = load_model(folder, arguments.dtype, device)
     if arguments.context > (longest := model.config.max_position_embeddings):
         raise reject("--context", arguments.context, f"at most {longest} for {arguments.model}", "Use less.")
     prompts = prompts_of(tokenizer, arguments.task, arguments.context, arguments.records, arguments.seed)
@@ -112,9 +105,8 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
     if (largest := max(options.get("budgets", [0]), default=shortest)) >= shortest:
         allowed = f"less than the prompts, of which one has {shortest} tokens"
         raise reject("--budget", largest, allowed, "Use less, or a longer --context.")
-    ends = model.generation_config.eos_token_id
-    stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    about = {name: getattr(arguments, name) for name in ("task", "context", "records", "steps", "seed", "dtype")}
+    stop = stop_tokens(model, tokenizer)
+    about = {name: getattr(arguments, name) for name in ("task", "context", "records", "steps", "seed")}
     if figure.calibrated:
         each = -(-arguments.calibration // len(arguments.task))
         others = prompts_of(tokenizer, arguments.task, arguments.context, each, arguments.seed + 1)
@@ -125,16 +117,14 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
         about["calibration"] = arguments.calibration
     else:
         rows = figure.rows(_shown(capture(model, prompts, arguments.steps, stop), len(prompts)), **options)
-    about["substitute"] = any(prompt.record.substitute for prompt in prompts)
-    header = {"figure": arguments.name, "model": Path(folder).name, **about, **options, **provenance(device)}
+    about["substitute"] = any(prompt.about["substitute"] for prompt in prompts)
+    header = {"figure": arguments.name, **about, **options, **identity}
     _draw(figure.draw, rows, figure.size, picture)
     return _written(arguments, header, rows)
 
 
 def prompts_of(tokenizer: Any, tasks: Sequence[str], context: int, records: int, seed: int) -> list[Any]:
     """The first records of each task as `Prompt`s, the tasks in turn."""
-    from ..quality import encode, template_tokens
-
     room = context - template_tokens(tokenizer)
     made = (ruler.task(name).make(tokenizer, room, seed, index) for index in range(records) for name in tasks)
     return [encode(tokenizer, record) for record in made]

@@ -84,6 +84,9 @@ DEVICE float warp_sum(float x) {
   return x;
 }
 
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int most(int a, int b) { return a > b ? a : b; }
+
 // Row of a cumulative table start[rows + 1] that holds `position`; rows without any positions are passed over.
 DEVICE int row_of(const int* start, int rows, int position) {
   int low = 0, high = rows - 1;  // the last row with start[row] <= position

@@ -15,7 +15,7 @@ struct Params {
   const int* start;          // (rows + 1): running total of the rows' pages
   float* log_mass;           // (KV_HEADS, capacity, GROUP), natural log
   float2* partial;           // (KV_HEADS, GROUP, slots): maximum and sum, in base 2; slot (block + row) * SUBS + warp
-  const u8* keys;            // the layer's keys, or null
+  const u8* keys;            // the layer's keys
   i64 query_stride, block_bytes;  // elements; bytes
   i64 key_block_bytes;
   i64 table_stride, capacity, slots;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) score_pages(const __
         // translated meanwhile, once where neighbours lie together.
         const u64 key = (u64)(p.keys + block * p.key_block_bytes);
         const u32 region = (u32)(key >> 21), before = __shfl_up_sync((1u << pages) - 1, region, 1);
-        if (p.keys && (lane == 0 || region != before)) asm volatile("prefetch.global.L2 [%0];" ::"l"(key));
+        if (lane == 0 || region != before) asm volatile("prefetch.global.L2 [%0];" ::"l"(key));
       }
     }
     ahead.page += GROUP_PAGES * SUBS;

@@ -12,7 +12,7 @@ struct Params {
 
 static_assert(sizeof(Selection) <= SHARED_BYTES, "the wrapper asks for less shared memory than is used");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_pages(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CLUSTER > 1 ? 1 : 1024 / THREADS) select_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 raw[];
   Selection& s = *(Selection*)raw;
   const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;

@@ -13,8 +13,8 @@
 // receiver's mbarrier: a cluster barrier would fence all of memory, five times over.  A row of few pages is its first
 // block's alone: what the others would save is less than what it takes to meet them.
 //
-// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, SUBS and LEAST_PAGES (as in score.cu), THREADS, KEYS (that fit shared memory),
-// CLUSTER, BUDGET_PAGES.
+// Needs: PAGES_A_BLOCK, GROUP, KV_HEADS, LEAST_PAGES, SUBS and SCORE_PARTS (score's warps a KV head and blocks), THREADS,
+// KEYS (that fit shared memory), CLUSTER, BUDGET_PAGES.
 
 constexpr int DIGITS = 3;
 constexpr int BINS = 2048;                              // of the last digit; the first two have half as many
@@ -22,9 +22,13 @@ constexpr int ALONE = 1024;                             // pages that one block 
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = GROUP < WARPS ? GROUP : WARPS;  // query heads whose partial sums are merged at a time
 constexpr int PIECES = WARPS / COLUMNS;                 // warps that merge one head's
-constexpr int PARTS = 8;                                // partial sums a lane loads at a time
+constexpr int LANES = PIECES * 32;                      // of all warps that merge one head's
+// Loads that a thread has on their way at a time, as many as its registers hold: partial sums, and pages' log-masses
+// before and after those are there.  One after the other they took 0.7 us each.
+constexpr int PARTS = least(CLUSTER > 1 ? 20 : 8, (SCORE_PARTS * SUBS + LANES - 1) / LANES);
+constexpr int EARLY = GROUP <= 8 ? 2 : 0;
+constexpr int AHEAD = least(8, most(1, (CLUSTER > 1 ? 64 : 16) / GROUP));
 constexpr int TABLE = KEYS / PAGES_A_BLOCK + 2;         // entries of the block table beside the keys
-constexpr int FETCHED = GROUP % 4 == 0 && GROUP <= 8 ? 2 : 0;  // pages a thread whose log-masses are fetched early
 
 // What selection needs of a kernel's parameters.
 struct Scored {
@@ -132,6 +136,21 @@ template <int COUNT> DEVICE uint4 find_digit(Selection& s, const u32* histogram,
   return make_uint4(__shfl_sync(FULL, bin, holder), __shfl_sync(FULL, above, holder), __shfl_sync(FULL, inside, holder), 0);
 }
 
+// Log-masses of page i; zeros past the last.
+DEVICE void load_masses(float (&masses)[GROUP], const float* from, int i, int count) {
+  const float* mine = from + (i64)i * GROUP;
+  if constexpr (GROUP % 4 == 0) {
+#pragma unroll
+    for (int g = 0; g < GROUP; g += 4) {
+      const float4 four = i < count ? *(const float4*)(mine + g) : make_float4(0.f, 0.f, 0.f, 0.f);
+      masses[g] = four.x, masses[g + 1] = four.y, masses[g + 2] = four.z, masses[g + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) masses[g] = i < count ? mine[g] : 0.f;
+  }
+}
+
 // A row that is here has more pages than the budget, so more than enough that are neither sink nor recent: blocks wait for
 // exactly as many.  Calls put(place, page, physical page) for each chosen page, place by place from some thread of some block.  Blocks
 // that have no part in it (rank >= blocks) must not call this.  `start` and `pages` are
@@ -158,19 +177,12 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
     const float2* mine = seen + g * p.slots + from;
     const int left = piece < PIECES ? slots - from : 0;
 #pragma unroll
-    for (int k = 0; k < PARTS; k++) part[k] = k * PIECES * 32 < left ? mine[k * PIECES * 32] : make_float2(-INF, 0.f);
+    for (int k = 0; k < PARTS; k++) part[k] = k * LANES < left ? mine[k * LANES] : make_float2(-INF, 0.f);
   };
   load_parts(warp % COLUMNS, piece * 32 + lane);
-  float4 fetched[FETCHED ? FETCHED : 1][GROUP / 4 ? GROUP / 4 : 1];
-  if constexpr (FETCHED) {
+  float early[EARLY ? EARLY : 1][GROUP];
 #pragma unroll
-    for (int k = 0; k < FETCHED; k++) {
-      const int i = threadIdx.x + k * THREADS;
-#pragma unroll
-      for (int g = 0; g < GROUP / 4; g++)
-        fetched[k][g] = i < count ? *(const float4*)(mass + (i64)i * GROUP + 4 * g) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
+  for (int k = 0; k < EARLY; k++) load_masses(early[k], mass, threadIdx.x + k * THREADS, count);
   const int first_entry = begin / PAGES_A_BLOCK;
   if (near) {
 #pragma unroll 1
@@ -182,7 +194,7 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   // Each query head's maximum and sum over the row's pages.
   for (int g = warp % COLUMNS; g < GROUP && piece < PIECES; g += COLUMNS) {
     float top = -INF, sum = 0.f;
-    for (int from = piece * 32 + lane; from - lane < slots; from += PARTS * PIECES * 32) {
+    for (int from = piece * 32 + lane; from - lane < slots; from += PARTS * LANES) {
       if (g != warp % COLUMNS || from != piece * 32 + lane) load_parts(g, from);
       float highest = top;
 #pragma unroll
@@ -209,41 +221,28 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
   __syncthreads();
 
   // Keys: 0 for pages that are not chosen by share, else the share's bits plus 1.
-  struct Share {
-    float sum;
-    bool unknown;
-  };
-  auto add = [&](Share& share, float value, int g) {
-    share.unknown = share.unknown || !(value < INF);
-    share.sum += exp2_fast(value * LOG2E + s.offset[g]);
-  };
-  auto add_four = [&](Share& share, float4 four, int g) {
-    add(share, four.x, g), add(share, four.y, g + 1), add(share, four.z, g + 2), add(share, four.w, g + 3);
-  };
-  auto set_key = [&](int i, const Share& share) {
+  auto set_key = [&](int i, const float (&masses)[GROUP]) {
+    if (i >= count) return;
     const int page = begin + i;
     const bool fixed = page < p.sink_pages || page >= held - p.recent_pages;
-    keys[i] = fixed ? 0u : share.unknown ? __float_as_uint(INF) + 1 : __float_as_uint(fminf(share.sum, 2.f)) + 1;
+    bool unknown = false;
+    float share = 0.f;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      unknown = unknown || !(masses[g] < INF);
+      share += exp2_fast(masses[g] * LOG2E + s.offset[g]);
+    }
+    keys[i] = fixed ? 0u : unknown ? __float_as_uint(INF) + 1 : __float_as_uint(fminf(share, 2.f)) + 1;
   };
-  if constexpr (FETCHED) {
 #pragma unroll
-    for (int k = 0; k < FETCHED; k++) {
-      Share share = {0.f, false};
+  for (int k = 0; k < EARLY; k++) set_key(threadIdx.x + k * THREADS, early[k]);
+#pragma unroll 1
+  for (int first = threadIdx.x + EARLY * THREADS; first < count; first += AHEAD * THREADS) {
+    float some[AHEAD][GROUP];
 #pragma unroll
-      for (int g = 0; g < GROUP / 4; g++) add_four(share, fetched[k][g], 4 * g);
-      if ((int)threadIdx.x + k * THREADS < count) set_key(threadIdx.x + k * THREADS, share);
-    }
-  }
-#pragma unroll 2
-  for (int i = threadIdx.x + FETCHED * THREADS; i < count; i += THREADS) {
-    Share share = {0.f, false};
-    if constexpr (GROUP % 4 == 0) {
+    for (int k = 0; k < AHEAD; k++) load_masses(some[k], mass, first + k * THREADS, count);
 #pragma unroll
-      for (int g = 0; g < GROUP; g += 4) add_four(share, *(const float4*)(mass + (i64)i * GROUP + g), g);
-    } else {
-      for (int g = 0; g < GROUP; g++) add(share, mass[(i64)i * GROUP + g], g);
-    }
-    set_key(i, share);
+    for (int k = 0; k < AHEAD; k++) set_key(first + k * THREADS, some[k]);
   }
   __syncthreads();
 
@@ -295,8 +294,9 @@ DEVICE void select_row(const Scored& p, Selection& s, int row, int start, int pa
     if (found.z == need) break;  // the whole bin is wanted
   }
 
-  // Each thread takes consecutive pages; two counts before it give the place of what it chooses.
-  const int each = (count + THREADS - 1) / THREADS;
+  // Each thread takes consecutive pages, an odd number because of the banks; two counts before it give the place of what
+  // it chooses.
+  const int each = (count + THREADS - 1) / THREADS | 1;
   const int from = min((int)threadIdx.x * each, count), to = min(from + each, count);
   u32 above = 0, at = 0;
 #pragma unroll 2

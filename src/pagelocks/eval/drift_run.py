@@ -1,0 +1,253 @@
+"""`pagelocks eval drift`: long answers and conversations by sparse steps, beside dense attention's.
+
+    pagelocks eval drift --model SmolLM2-135M-Instruct --prompt-tokens 2048 --new-tokens 512 --turns 1 4 --prompts 3 \\
+        --selector locks exact streaming random --budget 128 512 --output drift.json
+
+`--turns 1` is one long answer; with more, the same number of tokens is answered in as many turns.  Answers have a fixed
+length: tokens that would end them are never chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from ..config import reject
+from ..prompts import HAYSTACKS
+from ..selectors import SELECTORS, SEQUENCE_SELECTORS
+from ..selectors.groups import GROUP_RULES
+from .chat import first_turn, next_turn
+from .drift import Drift, Forced, Sampler, Script, measure
+from .loading import device_of, load_model, load_tokenizer, stop_tokens
+from .runner import Method
+from .statistics import Interval
+from .trend import BLOCK, trend
+
+BINS = 8
+"""Parts of a long answer; a conversation's parts are its turns."""
+
+_FIRST = (
+    "Notes from a village follow, in no order.\n\n{notes}\n\nMake a long story of them: the same people, the same "
+    "places, one thing after another, and nothing told twice."
+)
+_NEXT = (
+    "Some more notes have turned up.\n\n{notes}\n\nGo on from where you stopped. Bring in one person of these notes "
+    "and one of the first, and remember what you have told already."
+)
+METRICS = ("kl", "agreement", "nll_difference", "kl_fresh", "agreement_fresh", "kl_carried", "keys", "values")
+"""Of each part: means of what `drift.Forced` has, and of kl less kl_fresh."""
+
+
+def add_drift(commands: Any, **shape: Any) -> None:
+    """Add `drift` to `pagelocks eval`."""
+    known = [*SELECTORS, *SEQUENCE_SELECTORS]
+    parser = commands.add_parser("drift", help="long answers and conversations: does an error grow?", **shape)
+    parser.add_argument("--model", required=True, help="a known name, or a folder")
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="tokens of the first turn (2048)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="tokens answered, all turns together (512)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 4], help="1: one long answer; 4: as many (1 4)")
+    parser.add_argument("--turn-tokens", type=int, default=128, help="tokens of a later turn (128)")
+    parser.add_argument("--prompts", type=int, default=3, help="of each kind (3)")
+    parser.add_argument(
+        "--selector", nargs="+", default=["locks", "exact", "streaming", "random"], choices=known, metavar="SELECTOR"
+    )
+    parser.add_argument("--budget", type=int, nargs="+", default=[128, 512], help="tokens a KV head attends (128 512)")
+    parser.add_argument("--rule", default="share", choices=list(GROUP_RULES), metavar="RULE")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of dense attention's answers; 0 is greedy (0)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="where the JSON goes")
+    parser.set_defaults(run=run_drift, prog="pagelocks eval drift")
+
+
+def run_drift(arguments: argparse.Namespace) -> Any:
+    """Check everything, load the model, measure, write the file, print the table."""
+    device = device_of(arguments.device)
+    for name, least in (("prompts", 1), ("turn_tokens", 64), ("prompt_tokens", 128)):
+        if (value := getattr(arguments, name)) < least:
+            raise reject(f"--{name.replace('_', '-')}", value, f"{least} or more", f"Use {least} or more.")
+    if not 0 <= arguments.temperature < 100:
+        raise reject("--temperature", arguments.temperature, "0 or more, below 100", "Use 0, or 0.7.")
+    for turns in arguments.turns:
+        least = max(4 * BLOCK, 2 * turns)
+        if turns < 1 or arguments.new_tokens < least or arguments.new_tokens % (BINS if turns == 1 else turns):
+            allowed = f"--turns of 1 or more, and {least} tokens or more that {BINS} parts, or the turns, divide"
+            found = f"{turns} and {arguments.new_tokens}"
+            raise reject("--turns and --new-tokens", found, allowed, "Use --turns 1 4 --new-tokens 512.")
+    methods = [Method(name, budget, arguments.rule) for budget in arguments.budget for name in arguments.selector]
+    for budget in arguments.budget:
+        # Without a page skipped there is nothing to measure; the first turn may be some tokens short.
+        if budget > arguments.prompt_tokens - 64:
+            raise reject(
+                "--budget", budget, f"at most --prompt-tokens less 64, {arguments.prompt_tokens - 64}", "Less."
+            )
+    if not arguments.output.parent.is_dir():
+        raise reject("--output", str(arguments.output), "a file in a folder that exists", "Make the folder.")
+    folder, tokenizer = load_tokenizer(arguments.model)
+    model, about = load_model(folder, arguments.dtype, device)
+    window = model.config.max_position_embeddings
+    most = arguments.prompt_tokens + arguments.new_tokens + arguments.turn_tokens * (max(arguments.turns) - 1)
+    if most > window:
+        raise reject("--prompt-tokens and --new-tokens", f"{most} in all", f"the model has {window}", "Use less.")
+    settings = ("prompt_tokens", "new_tokens", "turn_tokens", "prompts", "temperature", "seed")
+    result = about | {name: getattr(arguments, name) for name in settings} | {"bins": BINS, "block": BLOCK}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    cells: list[dict[str, Any]] = []
+    share = 1 / (1 + len(methods))  # of a token, by dense attention or a free answer
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=len(arguments.turns) * arguments.prompts * arguments.new_tokens)
+        for turns in arguments.turns:
+            runs = []
+            for index in range(arguments.prompts):
+                progress.update(bar, description=f"{turns} turn{'s'[: turns > 1]}, prompt {index + 1}")
+                script = make_script(tokenizer, arguments, turns, index, model.device)
+                sampler = Sampler(arguments.seed + index, arguments.temperature, tuple(stop_tokens(model, tokenizer)))
+                runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share)))
+            cells += summarize(runs, methods, turns)
+            result["cells"] = cells
+            arguments.output.write_text(json.dumps(result, indent=1) + "\n")  # after each kind: long runs get stopped
+    if not arguments.json:
+        Console().print(drift_table(cells))
+    return result
+
+
+def make_script(tokenizer: Any, arguments: argparse.Namespace, turns: int, index: int, device: Any) -> Script:
+    """Turns of at most `prompt_tokens` and `turn_tokens` tokens, of generated prose; another for each index."""
+    draw = random.Random(f"drift {arguments.seed} {index}")
+    texts = [_fit(tokenizer, _FIRST, arguments.prompt_tokens, draw, first_turn)]
+    texts += [_fit(tokenizer, _NEXT, arguments.turn_tokens, draw, next_turn) for _ in range(turns - 1)]
+    ids = tuple(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids], device=device) for text in texts)
+    return Script(ids, arguments.new_tokens // turns)
+
+
+def _fit(tokenizer: Any, form: str, most: int, draw: random.Random, turn: Any) -> str:
+    sentences = HAYSTACKS["prose"](max(8, most // 6), draw)
+
+    def text(count: int) -> str:
+        made: str = turn(tokenizer, form.format(notes=" ".join(sentences[:count])))
+        return made
+
+    def tokens(count: int) -> int:
+        return len(tokenizer(text(count), add_special_tokens=False).input_ids)
+
+    count = bisect_right(range(len(sentences) + 1), most, key=tokens) - 1
+    if count < 1:
+        raise reject("--turn-tokens, --prompt-tokens", most, f"{tokens(1)} or more for this template", "Use more.")
+    return text(count)
+
+
+def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int) -> list[dict[str, Any]]:
+    """One object a method, over prompts: `parts` along the answers, means, slopes for 1,000 tokens, free answers."""
+    tokens = len(runs[0].dense)
+    width = tokens // (BINS if turns == 1 else turns)
+    cells = []
+    for method in methods:
+        series = [_series(run.forced[method]) for run in runs]
+        names = [name for name in METRICS if name in series[0]]
+        cell: dict[str, Any] = {"turns": turns, "selector": method.selector, "budget": method.budget}
+        cell |= {"rule": method.rule, "n": len(runs), "tokens": tokens, "parts": []}
+        at = [torch.tensor(run.forced[method].position) for run in runs]
+        for first in range(0, tokens, width):
+            inside = [(first <= each) & (each < first + width) for each in at]
+            part: dict[str, Any] = {"first": first, "after": first + width}
+            for name in names:
+                values = torch.cat([each[name][kept] for each, kept in zip(series, inside, strict=True)])
+                part[name] = _round(float(values.mean()))
+            cell["parts"].append(part)
+        for name in names:
+            mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
+            cell[name] = _interval(mean, 1)
+            cell[f"{name}_per_1000"] = _interval(slope, 1000)
+        free = [run.free[method] for run in runs]
+        pairs = list(zip((run.dense for run in runs), (each.tokens for each in free), strict=True))
+        cell["first_difference"] = [first_difference(*pair) for pair in pairs]
+        cell["equal_share"] = _round(
+            sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / tokens / len(runs)
+        )
+        cell["repetition"] = _round(sum(repetition(said) for _, said in pairs) / len(runs))
+        cell["repetition_dense"] = _round(sum(repetition(said) for said, _ in pairs) / len(runs))
+        read, skipped = (sum(getattr(each, name) for each in free) for name in ("pages_read", "pages_skipped"))
+        cell["pages_read_share"] = _round(read / (read + skipped)) if read + skipped else None
+        cells.append(cell)
+    return cells
+
+
+def first_difference(dense: Sequence[int], said: Sequence[int]) -> int | None:
+    """How many tokens are the same from the beginning; None if all are."""
+    return next((place for place, (a, b) in enumerate(zip(dense, said, strict=True)) if a != b), None)
+
+
+def repetition(tokens: Sequence[int], size: int = 4) -> float:
+    """Share of the runs of `size` tokens that occurred before: 0 if all are different."""
+    runs = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def drift_table(cells: Sequence[dict[str, Any]]) -> Table:
+    """Means; slopes for 1,000 tokens, with intervals, of KL and of what the cache carried along of it."""
+    table = Table(box=None, header_style="bold")
+    for name in (
+        "turns",
+        "selector",
+        "budget",
+        "top-1",
+        "KL",
+        "KL slope",
+        "carried slope",
+        "keys",
+        "equal",
+        "repeated",
+    ):
+        table.add_column(name, justify="left" if name == "selector" else "right")
+    for cell in cells:
+        table.add_row(
+            str(cell["turns"]),
+            cell["selector"],
+            str(cell["budget"]),
+            f"{cell['agreement']['mean']:.3f}",
+            f"{cell['kl']['mean']:.4f}",
+            _slope(cell, "kl_per_1000"),
+            _slope(cell, "kl_carried_per_1000"),
+            f"{cell['keys']['mean']:.3f}",
+            f"{cell['equal_share']:.3f}",
+            f"{cell['repetition']:.3f}",
+        )
+    return table
+
+
+def _slope(cell: dict[str, Any], name: str) -> str:
+    if name not in cell:
+        return ""
+    return f"{cell[name]['mean']:+.2f} ({cell[name]['low']:+.2f} to {cell[name]['high']:+.2f})"
+
+
+def _series(forced: Forced) -> dict[str, Tensor]:
+    series = {
+        name: torch.tensor(values, dtype=torch.float64)
+        for name in METRICS
+        if (values := getattr(forced, name, []))  # nothing fresh for a selector that learns
+    }
+    if "kl_fresh" in series:
+        series["kl_carried"] = series["kl"] - series["kl_fresh"]
+    return series
+
+
+def _interval(found: Interval, scale: float) -> dict[str, float]:
+    ends = {"mean": found.estimate, "low": found.low, "high": found.high}
+    return {name: _round(value * scale) for name, value in ends.items()}
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,52 @@
+"""A model in Transformers for an evaluation, its tokenizer, and what a result says of both."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import reject
+from ..models import resolve
+from ..provenance import provenance
+
+
+def device_of(name: str | None) -> str:
+    """The device to run on, of "cpu", "cuda" or None for the GPU if there is one."""
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise reject("--device", device, "PyTorch finds no GPU here", "Use --device cpu.")
+    return device
+
+
+def load_tokenizer(name: str) -> tuple[Path, Any]:
+    """Folder and tokenizer of a known model, or of one in a folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
+    folder = Path(resolve(name, partial(print, file=sys.stderr)))
+    return folder, AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
+    """The model for inference, and what identifies it: name, a digest of its configuration and weights, versions."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):  # another training run's weights have the same sizes
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    about = {"model": folder.name, "config": digest.hexdigest()[:16], "dtype": dtype, **provenance(device)}
+    return model.to(device).eval(), about
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Token ids that end an answer, ascending."""
+    ends = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
