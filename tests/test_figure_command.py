@@ -177,6 +177,7 @@ def test_the_paper_s_statements_hold_on_a_real_model(tmp_path: Path, capsys: Cap
 
 
 def test_the_figures_arguments_need_no_transformers() -> None:
-    code = "import sys, argparse; sys.modules['transformers'] = None\nfrom pagelocks.eval.figures.cli import add_figure\n"
+    code = "import sys, argparse\n"
+    code += "sys.modules['transformers'] = None\nfrom pagelocks.eval.figures.cli import add_figure\n"
     code += "add_figure(argparse.ArgumentParser().add_subparsers())"
     subprocess.run([sys.executable, "-c", code], check=True)
