@@ -23,6 +23,7 @@ from rich.text import Text
 from . import __version__, models
 from .bench.cli import BenchFailure, add_bench
 from .console import milliseconds, percent, reporter
+from .eval import EvalFailure
 from .eval.cli import add_eval
 from .eval.inspect import add_inspect
 from .generate import Comparison, EngineFailure, Generation, compare, generate
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "\nRun it again with --verbose for vLLM's log." if error.log and not getattr(args, "verbose", True) else ""
         )
         return _complain(args, f"the engine failed: {error}{hint}", 1)
-    except (Failure, BenchFailure, models.ModelError, OSError) as error:
+    except (Failure, BenchFailure, EvalFailure, models.ModelError, OSError) as error:
         return _complain(args, str(error), 1)
     except ValueError as error:
         return _complain(args, str(error), 2)

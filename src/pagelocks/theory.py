@@ -78,21 +78,27 @@ def output_identity(query: Tensor, keys: Tensor, values: Tensor, kept: Tensor, s
     return weight @ values.double() - kept_mean, (1 - gamma) * (dropped_mean - kept_mean)
 
 
-def blind_direction(shared: Tensor) -> Tensor:
-    """A unit vector (d,) orthogonal to the columns of a shared projection (d, rho), rho < d."""
+def blind_direction(shared: Tensor, toward: Tensor | None = None) -> Tensor:
+    """A unit vector (d,) orthogonal to the columns of a shared projection (d, rho), rho < d.
+
+    The one that is closest to `toward` (d,), a query, if that is given and has a part outside the projection.
+    """
     full = torch.linalg.qr(shared.double(), mode="complete").Q
-    direction: Tensor = full[:, shared.shape[1]]
+    outside = full[:, shared.shape[1] :]
+    part = outside.new_zeros(outside.shape[1]) if toward is None else outside.mT @ toward.double()
+    length = torch.linalg.vector_norm(part)
+    direction: Tensor = outside @ part / length if length > 0 else outside[:, 0]
     return direction
 
 
-def blind_page(page: Tensor, shared: Tensor, distance: float) -> Tensor:
+def blind_page(page: Tensor, shared: Tensor, distance: float, toward: Tensor | None = None) -> Tensor:
     """Proposition 1's construction: a page that a shared projection cannot tell from `page`.
 
     Adds `distance` * u to the first key and takes it from the second, u orthogonal to `shared`: centroid and sketch
-    stay, while the log-mass for any query with q . u > 0 grows without bound.  page (B, d), shared (d, rho) ->
-    float64 (B, d).
+    stay, while the log-mass for any query with q . u > 0 grows without bound.  page (B, d), shared (d, rho), toward
+    (d,) as in `blind_direction` -> float64 (B, d).
     """
-    step = distance * blind_direction(shared)
+    step = distance * blind_direction(shared, toward)
     moved = page.double().clone()
     moved[0] += step
     moved[1] -= step

@@ -182,6 +182,21 @@ def test_blind_direction_is_a_unit_vector_that_the_projection_does_not_see(colum
     assert (direction @ shared.double()).abs().max() < 1e-12
 
 
+def test_blind_direction_toward_a_query_is_the_nearest_there_is():
+    shared, query = normal(1, 64, 16), normal(2, 64).double()
+    nearest = blind_direction(shared, query)
+    torch.testing.assert_close(nearest.norm(), torch.ones((), dtype=torch.float64))
+    assert (nearest @ shared.double()).abs().max() < 1e-12
+    others = normal(3, 500, 64).double()
+    others -= others @ torch.linalg.pinv(shared.double()).mT @ shared.double().mT  # none of them seen either
+    others /= others.norm(dim=-1, keepdim=True)
+    assert (others @ shared.double()).abs().max() < 1e-12
+    assert (others @ query).max() < nearest @ query < query.norm()
+    page = normal(4, 16, 64)
+    torch.testing.assert_close(blind_page(page, shared, 3.0, query)[0] - page[0].double(), 3 * nearest)
+    assert torch.equal(blind_direction(shared, torch.zeros(64)), blind_direction(shared))
+
+
 def test_proposition_1_a_shared_sketch_is_blind_and_a_page_s_own_summary_is_not(case):
     query, keys, _, scale = case
     deviations = (keys - keys.mean(-2, keepdim=True)).flatten(1, 2)

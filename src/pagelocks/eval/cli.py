@@ -15,6 +15,7 @@ from ..selectors.groups import GROUP_RULES
 from . import ruler
 from .calibration import LENGTH, calibration_text
 from .drift_run import add_drift
+from .figures.cli import add_figure
 from .loading import device_of, load_model, load_tokenizer
 from .prompt import read_data
 from .report import add_report
@@ -28,6 +29,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
     )
     actions = evaluate.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_run(actions, **shape)
+    add_figure(actions, **shape)
     add_drift(actions, **shape)
     table = actions.add_parser("table", help="scores with intervals, from the files of runs", **shape)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `pagelocks eval run` wrote")

@@ -1,0 +1,67 @@
+"""From values of many layers, heads and steps to rows: means over prompts, which are what was drawn at random."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..statistics import bootstrap_mean
+
+Row = dict[str, Any]
+Key = tuple[Any, ...]
+
+
+class Means:
+    """Sums of values by key and prompt.
+
+    Parameters
+    ----------
+    names : of a key's parts
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self._sums: dict[Key, dict[str, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
+
+    def add(self, key: Key, prompt: int, **values: Tensor | float) -> None:
+        """Add all entries of each value; an empty tensor adds none."""
+        for name, value in values.items():
+            entries = torch.as_tensor(value, dtype=torch.float64)
+            total, count = self._sums[key][name].get(prompt, (0.0, 0))
+            self._sums[key][name][prompt] = total + float(entries.sum()), count + entries.numel()
+
+    def rows(self, intervals: Sequence[str] = ()) -> list[Row]:
+        """A row for each key, in the order they came.
+
+        Each value is the mean over prompts of the prompt's mean, None where no prompt has one.  Those in `intervals`
+        also have `_low` and `_high`: 95% by the bootstrap over prompts, None for a single one.  `prompts`: how many.
+        """
+        found = []
+        for key, values in self._sums.items():
+            row: Row = dict(zip(self.names, key, strict=True))
+            for name, prompts in values.items():
+                means = [total / count for total, count in prompts.values() if count]
+                row[name] = _rounded(sum(means) / len(means)) if means else None
+                if name in intervals:
+                    interval = bootstrap_mean(means) if len(means) > 1 else None
+                    row[f"{name}_low"] = _rounded(interval.low) if interval else None
+                    row[f"{name}_high"] = _rounded(interval.high) if interval else None
+            found.append(row | {"prompts": max(len(prompts) for prompts in values.values())})
+        return found
+
+
+def _rounded(value: float) -> float:
+    """Six significant digits."""
+    return float(f"{value:.6g}")
+
+
+def series(rows: Sequence[Row], by: str) -> dict[Any, list[Row]]:
+    """Rows by one of their fields, in the order they came."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[by], []).append(row)
+    return found
