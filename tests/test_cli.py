@@ -376,3 +376,13 @@ def test_vllm_missing_exits_with_1(
     assert status(["generate", model, "--prompt-file", prompt]) == 1
     assert status(["serve", model]) == 1
     assert capsys.readouterr().err.count("vLLM is not installed") == 2
+
+
+@pytest.mark.parametrize("words", ["eval run --model {0} --output {1}", "eval drift --model {0} --output {1}"])
+def test_only_the_work_itself_needs_transformers(words: str, tmp_path: Path) -> None:
+    code = "import sys\nsys.modules['transformers'] = None\nfrom pagelocks.cli import main, parser\nparser()\n"
+    code += "sys.exit(main(sys.argv[1:]))"
+    given = words.format(tmp_path, tmp_path / "out").split()
+    ran = subprocess.run([sys.executable, "-c", code, *given], check=False, capture_output=True, text=True)
+    assert ran.returncode == 2, ran.stderr
+    assert 'transformers is missing: pip install "pagelocks[models,eval]"' in ran.stderr

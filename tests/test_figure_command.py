@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,3 @@ def test_the_paper_s_statements_hold_on_a_real_model(tmp_path: Path, capsys: Cap
     assert rows["theorem-1-i"]["checked"] > 5000 and rows["theorem-1-i"]["of_bound_max"] < 1
     blind = rows["proposition-1"]
     assert blind["checked"] == 90 and blind["locks_reads"] > 0.95 and blind["loki_reads"] < 0.3
-
-
-def test_the_figures_arguments_need_no_transformers() -> None:
-    code = "import sys, argparse\n"
-    code += "sys.modules['transformers'] = None\nfrom pagelocks.eval.figures.cli import add_figure\n"
-    code += "add_figure(argparse.ArgumentParser().add_subparsers())"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,10 +13,8 @@ from ..config import LocksConfig, reject
 from ..selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 from ..selectors.groups import GROUP_RULES
 from . import ruler
-from .calibration import LENGTH, calibration_text
-from .drift_run import add_drift
 from .figures.cli import add_figure
-from .loading import device_of, load_model, load_tokenizer
+from .loading import device_of, load_model, load_tokenizer, need_transformers
 from .prompt import read_data
 from .report import add_report
 from .tables import summaries, summary_table
@@ -80,7 +78,9 @@ def add_run(commands: Any, **shape: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> Any:
     """Check everything, load the model, run, and print the table."""
+    need_transformers()
     from . import quality
+    from .calibration import LENGTH, calibration_text
 
     device = device_of(arguments.device)
     for name, least in (("records", 1), ("batch", 1), ("new_tokens", 2), ("link_steps", 0), ("link_records", 0)):
@@ -114,6 +114,37 @@ def run_command(arguments: argparse.Namespace) -> Any:
     if not arguments.json:
         Console().print(summary_table(lines))
     return {**header, "cells": summaries(lines)}
+
+
+def add_drift(commands: Any, **shape: Any) -> None:
+    """Add `drift` to `pagelocks eval`."""
+    known = [*SELECTORS, *SEQUENCE_SELECTORS]
+    parser = commands.add_parser("drift", help="long answers and conversations: does an error grow?", **shape)
+    parser.add_argument("--model", required=True, help="a known name, or a folder")
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="tokens of the first turn (2048)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="tokens answered, all turns together (512)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 4], help="1: one long answer; 4: as many (1 4)")
+    parser.add_argument("--turn-tokens", type=int, default=128, help="tokens of a later turn (128)")
+    parser.add_argument("--prompts", type=int, default=3, help="of each kind (3)")
+    parser.add_argument(
+        "--selector", nargs="+", default=["locks", "exact", "streaming", "random"], choices=known, metavar="SELECTOR"
+    )
+    parser.add_argument("--budget", type=int, nargs="+", default=[128, 512], help="tokens a KV head attends (128 512)")
+    parser.add_argument("--rule", default="share", choices=list(GROUP_RULES), metavar="RULE")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of dense attention's answers; 0 is greedy (0)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="where the JSON goes")
+    parser.set_defaults(run=run_drift, prog="pagelocks eval drift")
+
+
+def run_drift(arguments: argparse.Namespace) -> Any:
+    """Hand on to what needs Transformers."""
+    need_transformers()
+    from .drift_run import run_drift
+
+    return run_drift(arguments)
 
 
 def run_table(arguments: argparse.Namespace) -> Any:

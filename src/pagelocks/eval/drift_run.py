@@ -14,7 +14,6 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from torch import Tensor
 
 from ..config import reject
 from ..prompts import HAYSTACKS
-from ..selectors import SELECTORS, SEQUENCE_SELECTORS
-from ..selectors.groups import GROUP_RULES
 from .chat import first_turn, next_turn
 from .drift import Drift, Forced, Sampler, Script, measure
 from .loading import device_of, load_model, load_tokenizer, stop_tokens
@@ -47,29 +44,6 @@ _NEXT = (
 )
 METRICS = ("kl", "agreement", "nll_difference", "kl_fresh", "agreement_fresh", "kl_carried", "keys", "values")
 """Of each part: means of what `drift.Forced` has, and of kl less kl_fresh."""
-
-
-def add_drift(commands: Any, **shape: Any) -> None:
-    """Add `drift` to `pagelocks eval`."""
-    known = [*SELECTORS, *SEQUENCE_SELECTORS]
-    parser = commands.add_parser("drift", help="long answers and conversations: does an error grow?", **shape)
-    parser.add_argument("--model", required=True, help="a known name, or a folder")
-    parser.add_argument("--prompt-tokens", type=int, default=2048, help="tokens of the first turn (2048)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="tokens answered, all turns together (512)")
-    parser.add_argument("--turns", type=int, nargs="+", default=[1, 4], help="1: one long answer; 4: as many (1 4)")
-    parser.add_argument("--turn-tokens", type=int, default=128, help="tokens of a later turn (128)")
-    parser.add_argument("--prompts", type=int, default=3, help="of each kind (3)")
-    parser.add_argument(
-        "--selector", nargs="+", default=["locks", "exact", "streaming", "random"], choices=known, metavar="SELECTOR"
-    )
-    parser.add_argument("--budget", type=int, nargs="+", default=[128, 512], help="tokens a KV head attends (128 512)")
-    parser.add_argument("--rule", default="share", choices=list(GROUP_RULES), metavar="RULE")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of dense attention's answers; 0 is greedy (0)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="where the JSON goes")
-    parser.set_defaults(run=run_drift, prog="pagelocks eval drift")
 
 
 def run_drift(arguments: argparse.Namespace) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ def device_of(name: str | None) -> str:
     return device
 
 
+def need_transformers() -> None:
+    """Raise ValueError where Transformers is not installed; for before the first import of what needs it."""
+    if find_spec("transformers") is None:
+        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"')
+
+
 def load_tokenizer(name: str) -> tuple[Path, Any]:
     """Folder and tokenizer of a known model, or of one in a folder."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"') from error
+    need_transformers()
+    from transformers import AutoTokenizer
+
     folder = Path(resolve(name, partial(print, file=sys.stderr)))
     return folder, AutoTokenizer.from_pretrained(folder)
 
