@@ -132,6 +132,14 @@ def test_a_cache_that_only_grows_need_not_be_compared(model: Any, selector: str,
     assert all(a.equal(b) for a, b in zip(expected[:-1], found[:-1], strict=True))
 
 
+def test_a_cache_that_shrank_did_not_only_grow() -> None:
+    keys = torch.randn(1, 2, 80, 32)
+    pages = CachedPages(LocksConfig(budget=64), keys, only_grows=True)
+    pages.update(keys)
+    with pytest.raises(ValueError, match=r"keys='3 complete pages after 5' is not allowed: a cache that only grows"):
+        pages.update(keys[:, :, :60])
+
+
 def test_pages_handed_on_are_not_summarized_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = LocksConfig(budget=64, dense_below=0)
     ids = torch.cat([prompt(150, 1), prompt(150, 2)])

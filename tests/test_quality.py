@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +217,18 @@ def test_line_breaks_make_prompts_as_long_as_each_other(tokenizer: Any) -> None:
     assert lengthen(tokenizer, prompt, 10) is prompt
 
 
+def test_line_breaks_come_after_the_token_that_a_tokenizer_begins_with() -> None:
+    class Begins:
+        chat_template = None
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+            return SimpleNamespace(input_ids=[0] * add_special_tokens + [ord(letter) for letter in text])
+
+    prompt = Prompt(NOBODY, (0, 97, 98), ((1, 2),))
+    longer = lengthen(Begins(), prompt, 6)
+    assert longer.token_ids == (0, 10, 10, 10, 97, 98) and longer.carriers == ((4, 5),)
+
+
 @pytest.mark.model
 def test_of_one_length_all_records_share_a_batch_and_some_have_links(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +293,17 @@ def test_summaries() -> None:
     (one,) = tables.summaries(lines[9:10])
     assert (one["n"], one["low"], one["high"], one["against_dense"]) == (1, None, None, None)
     assert tables.summary_table(lines).row_count == 3
+
+
+def test_a_file_that_is_being_written_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = [json.dumps(line("locks", index, 1)) for index in range(3)]
+    path.write_text("\n".join([json.dumps(HEADER), *whole[:2], whole[2][:30]]))
+    header, lines = tables.read_run(path)
+    assert header == HEADER and [each["index"] for each in lines] == [0, 1]
+    path.write_text(json.dumps(HEADER) + "\n" + whole[0][:30])
+    with pytest.raises(ValueError, match=r"--runs='.*' is not allowed: a header and lines of a run \(no line"):
+        tables.read_run(path, "--runs")
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_the_page_says_what_the_files_say(tmp_path: Path, capsys: pytest.Capture
             assert row[at + 2] in (("",) if test is None else (f"{test['p']:.4f}", "< 0.0001"))
         if cell["selector"] != "dense":
             assert row[12] == f"{cell['coverage_ratio']:.3f}" and row[13] == f"{cell['worst']:.3f}"
-            assert row[17] == "25.0%" and row[18] == "512"
-        assert row[19].strip() == "012345678"
+            assert row[19] == "25.0%" and row[20] == "" and row[21] == "512"
+        assert row[22].strip() == "012345678"
 
 
 def test_overviews_hold_all_tasks_and_a_mean_only_of_all() -> None:

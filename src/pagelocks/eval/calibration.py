@@ -105,10 +105,12 @@ def measure(model: Any, sequences: Sequence[Sequence[int]]) -> Calibration:
     frequencies = rope_of(model)
     listeners: dict[int, _Listener] = {}
     hf.attach(model, LocksConfig(), lambda layer: listeners.setdefault(layer, _Listener(frequencies)))
-    with torch.inference_mode():
-        for ids in sequences:
-            model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
-    hf.detach(model)
+    try:
+        with torch.inference_mode():
+            for ids in sequences:
+                model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        hf.detach(model)
     bases = {layer: calibrate(torch.cat(each.keys, -2)) for layer, each in listeners.items()}
     means = {layer: _joined(each.means) for layer, each in listeners.items() if each.means}
     return Calibration(bases, means, frequencies)

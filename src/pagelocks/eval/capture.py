@@ -83,7 +83,8 @@ def _steps(model: Any, prompt: Prompt, steps: int, stop: set[int], chunk: int) -
     from transformers import DynamicCache
 
     # Streaming costs the least, and what it chooses is not looked at: every step attends everything.
-    session = hf.attach(model, LocksConfig(budget=SHORTEST - 1, dense_below=0), "streaming", attend_all=True)
+    config = LocksConfig(budget=SHORTEST - 1, dense_below=0)
+    session = hf.attach(model, config, "streaming", attend_all=True, only_grows=True)
     with torch.inference_mode():
         ids, cache = torch.tensor([prompt.token_ids], device=model.device), DynamicCache(config=model.config)
         for part in torch.split(ids, chunk, 1):

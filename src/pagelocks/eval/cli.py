@@ -17,7 +17,7 @@ from .figures.cli import add_figure
 from .loading import device_of, load_model, load_tokenizer, need_transformers
 from .prompt import read_data
 from .report import add_report
-from .tables import summaries, summary_table
+from .tables import read_run, summaries, summary_table
 
 
 def add_eval(commands: Any, **shape: Any) -> None:
@@ -151,13 +151,9 @@ def run_table(arguments: argparse.Namespace) -> Any:
     """One list of all files' cells."""
     cells = []
     for path in arguments.files:
-        try:
-            header, *lines = map(json.loads, path.read_text().splitlines())
-            about = {name: header[name] for name in ("model", "dtype", "seed", "versions", "device")}
-            cells += [about | cell for cell in summaries(lines)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            remedy = "Give files that pagelocks eval run wrote."
-            raise reject("FILE", str(path), f"a header and lines of a run ({error})", remedy) from error
+        header, lines = read_run(path)
+        about = {name: header.get(name) for name in ("model", "dtype", "seed", "versions", "device")}
+        cells += [about | cell for cell in summaries(lines)]
         if not arguments.json:
             Console().print(f"{header['model']}, {header['dtype']}, {path}", summary_table(lines))
     if arguments.output:

@@ -175,10 +175,12 @@ def measure(
     advance : callable
         Called after each token of dense attention, and of each method that answers freely.
     """
-    with torch.inference_mode():
-        dense, opening, forced = _force(model, script, methods, sampler, advance)
-        free = {method: _answer(model, script, method, sampler, opening, advance) for method in methods}
-    hf.detach(model)
+    try:
+        with torch.inference_mode():
+            dense, opening, forced = _force(model, script, methods, sampler, advance)
+            free = {method: _answer(model, script, method, sampler, opening, advance) for method in methods}
+    finally:
+        hf.detach(model)
     return Drift(dense, forced, free)
 
 

@@ -67,8 +67,9 @@ def run_drift(arguments: argparse.Namespace) -> Any:
             raise reject(
                 "--budget", budget, f"at most --prompt-tokens less 64, {arguments.prompt_tokens - 64}", "Less."
             )
-    if not arguments.output.parent.is_dir():
-        raise reject("--output", str(arguments.output), "a file in a folder that exists", "Make the folder.")
+    if arguments.output.is_dir():
+        raise reject("--output", str(arguments.output), "a file to write", "Add a name, such as drift.json.")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     folder, tokenizer = load_tokenizer(arguments.model)
     model, about = load_model(folder, arguments.dtype, device)
     window = model.config.max_position_embeddings
@@ -89,9 +90,9 @@ def run_drift(arguments: argparse.Namespace) -> Any:
                 script = make_script(tokenizer, arguments, turns, index, model.device)
                 sampler = Sampler(arguments.seed + index, arguments.temperature, tuple(stop_tokens(model, tokenizer)))
                 runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share)))
-            cells += summarize(runs, methods, turns)
-            result["cells"] = cells
-            arguments.output.write_text(json.dumps(result, indent=1) + "\n")  # after each kind: long runs get stopped
+                result["cells"] = cells + summarize(runs, methods, turns)
+                arguments.output.write_text(json.dumps(result, indent=1) + "\n")  # each time: long runs get stopped
+            cells = result["cells"]
     if not arguments.json:
         Console().print(drift_table(cells))
     return result

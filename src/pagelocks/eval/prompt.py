@@ -77,10 +77,11 @@ def lengthen(tokenizer: Any, prompt: Prompt, tokens: int) -> Prompt:
     line_break = tokenizer("\n", add_special_tokens=False).input_ids
     if len(line_break) != 1:
         raise reject("tokenizer", f"{len(line_break)} tokens for a line break", "one", "Leave out --one-length.")
-    ahead = 0  # tokens of the template before the turn
-    if tokenizer.chat_template is not None:
-        one, other = (tokenizer(first_turn(tokenizer, text), add_special_tokens=False).input_ids for text in "xy")
-        ahead = next(place for place, (first, second) in enumerate(zip(one, other, strict=True)) if first != second)
+    bare = tokenizer.chat_template is None
+    texts = (text if bare else first_turn(tokenizer, text) for text in "xy")
+    one, other = (tokenizer(text, add_special_tokens=bare).input_ids for text in texts)
+    # Tokens before the turn: the template's, or the one that a tokenizer begins with.
+    ahead = next(place for place, (first, second) in enumerate(zip(one, other, strict=True)) if first != second)
     ids = prompt.token_ids[:ahead] + (line_break[0],) * missing + prompt.token_ids[ahead:]
     carriers = tuple((first + missing, after + missing) for first, after in prompt.carriers)
     return replace(prompt, token_ids=ids, carriers=carriers)

@@ -19,7 +19,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..config import LocksConfig, reject
-from ..selectors import CALIBRATED_SELECTORS, Selector
+from ..selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, Selector
 from . import calibration, ruler
 from .loading import stop_tokens
 from .probe import Probe
@@ -147,9 +147,11 @@ def run(
     }
     if not wanted:
         return done
-    calibrated = text is not None and any(name in CALIBRATED_SELECTORS for name in arguments.selector)
-    measured = calibration.measure(model, text.sequences) if calibrated and text is not None else None
-    request = calibration.repetition_request(tokenizer)
+    measured = None
+    if text is not None and any(name in CALIBRATED_SELECTORS for name in arguments.selector):
+        measured = calibration.measure(model, text.sequences)
+    repeating = any(name in REPEATING_SELECTORS for name in arguments.selector)
+    request = calibration.repetition_request(tokenizer) if repeating else []
     runner = Runner(model, methods, stop_tokens(model, tokenizer), calibration=measured, request=request)
     layer = min(measured.bases) if measured else 0
     shared = {DENSE: {"page_bytes": None, "commit": header.get("commit")}}

@@ -15,12 +15,11 @@ from typing import Any
 
 from ..config import reject
 from ..provenance import provenance
-from .tables import CELL, summaries
+from . import tables
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
 MACHINE = ("versions", "commit", "uncommitted_changes", "date", "device", "threads")
 """What of a run's header two files of the same records may differ in; all else are settings."""
-_NEEDED = (*CELL, "index", "score", "substitute", "links", "pages_read", "pages_skipped")
 
 
 def add_report(commands: Any, **shape: Any) -> None:
@@ -74,14 +73,8 @@ def read_run(path: Path) -> dict[str, Any]:
     ValueError
         If it is none, or holds no line yet.
     """
-    try:
-        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if not lines or any(name not in line for line in lines for name in _NEEDED):
-            raise ValueError("no line, or a line without a score")
-        return {"name": path.name, "header": {"model": header["model"]} | header, "lines": lines}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = f"a header and lines of a run ({error})"
-        raise reject("FILE", str(path), allowed, "Give files that pagelocks eval run wrote.") from error
+    header, lines = tables.read_run(path)
+    return {"name": path.name, "header": header, "lines": lines}
 
 
 def read_figure(path: Path) -> dict[str, Any]:
@@ -112,7 +105,7 @@ def sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     number, found = count(), []
     for group in groups.values():
-        cells = summaries([line for run in group for line in run["lines"]])
+        cells = tables.summaries([line for run in group for line in run["lines"]])
         tasks: dict[tuple[int, str], list[dict[str, Any]]] = {}
         for cell in cells:
             tasks.setdefault((cell["context"], cell["task"]), []).append(cell)

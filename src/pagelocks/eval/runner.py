@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import hf
 from ..config import LocksConfig, reject
 from ..hf.pages import CachedPages
-from ..selectors import REPEATING_SELECTORS, Exact, KVzip, PageSource, Selector, observes
+from ..selectors import REPEATING_SELECTORS, KVzip, PageSource, Selector, Streaming, observes
 from ..selectors.groups import group_rule
 from .calibration import Calibration, make_selector
 
@@ -88,10 +88,10 @@ class _Ensemble:
                 member.observe(query, keys, scale)
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
-        return Exact().log_mass(query, pages, scale)
+        return Streaming().log_mass(query, pages, scale)  # the cheapest: what is chosen is not looked at
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
-        return Exact().page_bytes(head_dim, page_size, itemsize)
+        return Streaming().page_bytes(head_dim, page_size, itemsize)
 
 
 class Runner:
@@ -164,8 +164,8 @@ class Runner:
             LocksConfig(budget=budget, dense_below=0),
             lambda layer: _Ensemble({method: self.selector(method, layer) for method in chosen}),
             attend_all=True,
+            only_grows=True,  # here and below: nobody else has the cache, nor its copies
         )
-        session.only_grows = True  # here and below: nobody else has the cache, nor its copies
 
         def seen_members(layer: int) -> dict[Method, Selector]:
             ensemble = session.selectors()[layer][0]
@@ -192,8 +192,8 @@ class Runner:
                     lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
                     method.rule,
                     None if watch is None else partial(watch, method),
+                    only_grows=True,
                 )
-                session.only_grows = True
                 members = {layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()}
                 session.go_on_with(members, pages)
                 answers = self._decode(cache, first, new_tokens)

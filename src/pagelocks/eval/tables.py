@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ..config import reject
 from .statistics import bootstrap_difference, bootstrap_mean, permutation_test, wilson_interval
 
 Line = dict[str, Any]
@@ -23,6 +26,27 @@ LINKS = (
     "carriers_kept_by_oracle",
 )
 CELL = ("task", "context", "selector", "budget", "rule")
+NEEDED = (*CELL, "index", "score", "substitute", "links", "pages_read", "pages_skipped")
+"""What a line must have."""
+
+
+def read_run(path: Path, flag: str = "FILE") -> tuple[Line, list[Line]]:
+    """Header and lines of a file that `pagelocks eval run` wrote, or writes: a last line that is not whole is left out.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or holds no answer yet; `flag` is what the command calls the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        header, *lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+        if not lines or any(name not in line for line in lines for name in NEEDED):
+            raise ValueError("no line, or a line without a score")
+        return {"model": header["model"], "dtype": header["dtype"], "seed": header["seed"]} | header, lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "Give files that pagelocks eval run wrote."
+        raise reject(flag, str(path), f"a header and lines of a run ({error})", remedy) from error
 
 
 def summaries(lines: Sequence[Line]) -> list[Line]:
@@ -45,6 +69,8 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
         about["page_bytes"] = next(iter(records.values())).get("page_bytes")
         about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
+        sparse = [line["sparse_share"] for line in records.values() if line.get("sparse_share") is not None]
+        about["sparse_share"] = round(sum(sparse) / len(sparse), 4) if sparse else None
         for name in LINKS:
             values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
             about[name] = round(sum(values) / len(values), 4) if values else None
@@ -61,9 +87,11 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
 
 def summary_table(lines: Sequence[Line]) -> Table:
     """The same for people; bytes are those read to score a page of a KV head.  Coverage of
-    the query heads that look for the answer stands beside that of the rest where records say where it is."""
+    the query heads that look for the answer stands beside that of the rest where records say where it is, the share of
+    sparse steps where some were dense."""
     cells = summaries(lines)
     apart = any(about["coverage_ratio_retrieval"] is not None for about in cells)
+    dense_too = any(about["sparse_share"] not in (None, 1) for about in cells)
     table = Table(box=None, header_style="bold")
     for name in (
         "task",
@@ -78,6 +106,7 @@ def summary_table(lines: Sequence[Line]) -> Table:
         "coverage",
         *(("retrieval heads", "the rest") if apart else ()),
         "retention",
+        *(("sparse steps",) if dense_too else ()),
         "bytes",
     ):
         table.add_column(name, justify="left" if name in ("task", "selector", "rule") else "right")
@@ -98,6 +127,7 @@ def summary_table(lines: Sequence[Line]) -> Table:
                 for name in ("coverage_ratio", "coverage_ratio_retrieval", "coverage_ratio_rest", "retention")
                 if apart or name in ("coverage_ratio", "retention")
             ),
+            *(["" if about["sparse_share"] is None else f"{about['sparse_share']:.0%}"] if dense_too else []),
             "" if about["page_bytes"] is None else f"{about['page_bytes']:g}",
         )
     return table

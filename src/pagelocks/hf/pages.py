@@ -1,11 +1,11 @@
-"""Complete pages of the keys in Transformers' cache; summaries are kept, and checked at every step."""
+"""Complete pages of the keys in Transformers' cache; summaries are kept, and checked at every step unless told not."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..config import LocksConfig
+from ..config import LocksConfig, reject
 from ..summary import PageSummary, summarize
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,7 +15,7 @@ class CachedPages:
     """The `PageSource` of one layer and of rows that are alike in length.
 
     Transformers may reorder, cut or reuse a cache at any time and tells attention nothing of it.  So each step compares
-    the keys with those of the step before, bit by bit, and what differs is summarized again.
+    the keys with those of the step before, bit by bit, and what differs is summarized again; but for `only_grows`.
 
     Parameters
     ----------
@@ -54,6 +54,9 @@ class CachedPages:
         complete, size = keys.shape[-2] // self._config.page_size, self._config.page_size
         now = torch.unflatten(keys[..., : complete * size, :], -2, (complete, size))
         if self._only_grows:
+            if complete < self.count:
+                found = f"{complete} complete pages after {self.count}"
+                raise reject("keys", found, "a cache that only grows", "Leave only_grows out.")
             if complete > self.count:
                 self._stale = torch.cat([self._stale, self._stale.new_ones(complete - self.count)])
                 self._summary = None

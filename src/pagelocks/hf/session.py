@@ -220,6 +220,7 @@ def attach(
     group_rule: str = "share",
     on_step: Callable[[SparseStep], None] | None = None,
     attend_all: bool = False,
+    only_grows: bool = False,
 ) -> Session:
     """Have a model's single-token steps select pages.
 
@@ -232,7 +233,7 @@ def attach(
         A name in `SELECTORS` or `SEQUENCE_SELECTORS`, or layer -> a selector, called for each new batch.
     group_rule : str
         A name in `GROUP_RULES`.
-    on_step, attend_all
+    on_step, attend_all, only_grows
         As in `Session`.
 
     Returns
@@ -244,7 +245,7 @@ def attach(
         make_selector(selector, config)  # raises if there is none of this name
         name: str = selector
         selector = lambda layer: make_selector(name, config)  # noqa: E731
-    session = Session(config, selector, group_rule, on_step, attend_all)
+    session = Session(config, selector, group_rule, on_step, attend_all, only_grows)
     set_implementation: Any = getattr(model, "set_attn_implementation", None)
     if set_implementation is None:
         remedy = "Load it with AutoModelForCausalLM."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,7 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
         rows = figure.rows(_shown(capture(model, prompts, arguments.steps, stop), len(prompts)), **options)
     about["substitute"] = any(prompt.about["substitute"] for prompt in prompts)
     header = {"figure": arguments.name, **about, **options, **identity}
-    _draw(figure.draw, rows, figure.size, picture)
-    return _written(arguments, header, rows)
+    return _written(arguments, header, rows, partial(_draw, figure.draw, rows, figure.size, picture))
 
 
 def prompts_of(tokenizer: Any, tasks: Sequence[str], context: int, records: int, seed: int) -> list[Any]:
@@ -136,9 +136,9 @@ def run_bytes(arguments: argparse.Namespace) -> Any:
     defaults = {"contexts": bytes_figure.CONTEXTS, "budgets": bytes_figure.BUDGETS, "head_dims": bytes_figure.HEAD_DIMS}
     options: dict[str, Any] = {name: getattr(arguments, name) or default for name, default in defaults.items()}
     rows = bytes_figure.rows(**options)
-    _draw(bytes_figure.draw, rows, (9.0, 4.5), picture)
     records = bytes_figure.summary_rows(options["head_dims"])
-    return _written(arguments, {"figure": "bytes", **options, **provenance()}, [*rows, *records])
+    header = {"figure": "bytes", **options, **provenance()}
+    return _written(arguments, header, [*rows, *records], partial(_draw, bytes_figure.draw, rows, (9.0, 4.5), picture))
 
 
 def run_score(arguments: argparse.Namespace) -> Any:
@@ -146,9 +146,9 @@ def run_score(arguments: argparse.Namespace) -> Any:
     picture = _picture(arguments)
     rows = score.rows(arguments.runs)
     panels = len({(row["task"], row["context"]) for row in rows})
-    _draw(score.draw, rows, (4.0 * min(3, panels) + 1.0, 3.5 * -(-panels // 3)), picture)
+    size = (4.0 * min(3, panels) + 1.0, 3.5 * -(-panels // 3))
     header = {"figure": "score", "model": rows[0]["model"], "runs": [path.name for path in arguments.runs]}
-    return _written(arguments, header | provenance(), rows)
+    return _written(arguments, header | provenance(), rows, partial(_draw, score.draw, rows, size, picture))
 
 
 def _options(defaults: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _options(defaults: dict[str, Any], arguments: argparse.Namespace) -> dict[st
             options[name] = given or [budget for budget in default if budget < arguments.context]
             if not options[name] or max(options[name]) >= arguments.context:
                 allowed = f"less than --context, {arguments.context}"
-                raise reject("--budget", (options[name] or default)[-1], allowed, "Use less, or a longer --context.")
+                raise reject("--budget", max(options[name] or default), allowed, "Use less, or a longer --context.")
     if set(options.get("bits", [])) - set(defaults.get("bits", [])):
         raise reject("--bits", options["bits"], "16, 8, 4 or 2", "Use 4.")
     sizes = options.get("page_sizes", [LocksConfig.page_size])
@@ -200,10 +200,13 @@ def _draw(draw: Any, rows: list[Row], size: tuple[float, float], path: Path) -> 
     canvas.savefig(path, dpi=100)
 
 
-def _written(arguments: argparse.Namespace, header: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    """Write the JSON and print the rows; raises EvalFailure if a row tells of a broken bound."""
+def _written(
+    arguments: argparse.Namespace, header: dict[str, Any], rows: list[Row], draw: Callable[[], None]
+) -> dict[str, Any]:
+    """Write the JSON, then draw, and print the rows; raises EvalFailure if a row tells of a broken bound."""
     result = header | {"rows": rows}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    draw()
     if not arguments.json:
         console = Console()
         if not console.is_terminal:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import reject
-from ..tables import summaries
+from ..tables import read_run, summaries
 from .means import Row, series
 
 NEEDED = ("model", "task", "context", "selector", "budget", "rule", "score", "low", "high")
@@ -23,7 +23,7 @@ def rows(files: Sequence[Path]) -> list[Row]:
             if text.startswith("["):
                 cells = json.loads(text)
             else:
-                header, *lines = map(json.loads, text.splitlines())
+                header, lines = read_run(path, "--runs")
                 about = {name: header[name] for name in ("model", "dtype", "seed")}
                 cells = [about | cell for cell in summaries(lines)]
             [cell[name] for cell in cells for name in NEEDED]

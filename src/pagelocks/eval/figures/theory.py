@@ -191,7 +191,7 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        if row.get("of_bound_median") is not None:
+        if row.get("of_bound_median") is not None and row.get("budget") in (None, rows[0].get("budget")):
             lines.setdefault(row["statement"], []).append(row)
     for statement, drawn in lines.items():
         ranks = [row["rank"] for row in drawn]
