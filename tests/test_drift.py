@@ -182,7 +182,7 @@ def test_scripts_and_options_that_will_not_do(capsys: pytest.CaptureFixture[str]
         (["--turns", "0"], "--turns and --new-tokens='0 and 512' is not allowed"),
         (["--temperature", "-1"], "--temperature=-1.0 is not allowed"),
         (["--prompts", "0"], "--prompts=0 is not allowed: 1 or more"),
-        (["--output", str(tmp_path)], "a file to write"),
+        (["--output", str(tmp_path)], "a file, and this is a folder"),
     ]:
         assert main([*common, *more]) == 2
         assert said in capsys.readouterr().err

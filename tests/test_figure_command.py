@@ -44,11 +44,11 @@ def test_bytes_by_hand(tmp_path: Path, capsys: Capsys) -> None:
         bytes_figure.rows(head_dims=[63])
 
 
-def run_file(path: Path, model: str = "tiny") -> Path:
+def run_file(path: Path, model: str = "tiny", **more: Any) -> Path:
     scores = {"dense": [1, 1, 1, 0], "exact": [1, 1, 0, 0], "locks": [1, 0, 0, 0]}
     lines = [line(name, index, score) for name, row in scores.items() for index, score in enumerate(row)]
     lines += [line("locks", index, 1, budget=128) for index in range(4)]
-    header = {**HEADER, "model": model, "versions": {}, "device": "cpu"}
+    header = {**HEADER, "model": model, "versions": {}, "device": "cpu", **more}
     path.write_text("".join(json.dumps(each) + "\n" for each in [header, *lines]))
     return path
 
@@ -71,6 +71,10 @@ def test_scores_come_from_files_of_runs(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "bad.json").write_text('[{"model": "tiny"}]')
     for runs, said in [
         ([run, other], "files of one model with answers"),
+        (
+            [run, run_file(tmp_path / "seed.jsonl", seed=8)],
+            "--runs='seed of 7, 8' is not allowed: files of one setting",
+        ),
         ([only_dense], "answers of a selector beside dense's"),
         ([tmp_path / "bad.jsonl"], "a header and lines of a run"),
         ([tmp_path / "bad.json"], "or a table's cells (KeyError('task'))"),

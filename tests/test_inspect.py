@@ -198,7 +198,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         ([*out, "--task", "vt", "--context", "5"], "--context=5 is not allowed"),
         ([*out, "--prompt", str(tmp_path / "none")], "a text file in UTF-8 (["),
         ([*out, "--prompt", str(tmp_path / "q.txt")], "a text file in UTF-8 ('utf-8'"),
-        (["--output", str(tmp_path), *file], "a file to write"),
+        (["--output", str(tmp_path), *file], "a file, and this is a folder"),
     ]:
         assert main(["inspect", "--model", "SmolLM2-135M-Instruct", *more]) == 2
         assert said in capsys.readouterr().err

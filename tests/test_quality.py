@@ -15,7 +15,8 @@ from test_hf import generate, make_model, prompt
 import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
-from pagelocks.eval import quality, ruler, tables
+from pagelocks.eval import calibration, quality, ruler, tables
+from pagelocks.eval.loading import load_model
 from pagelocks.eval.probe import Probe
 from pagelocks.eval.prompt import Prompt, alike, encode, lengthen
 from pagelocks.eval.quality import read_lines
@@ -293,6 +294,26 @@ def test_summaries() -> None:
     (one,) = tables.summaries(lines[9:10])
     assert (one["n"], one["low"], one["high"], one["against_dense"]) == (1, None, None, None)
     assert tables.summary_table(lines).row_count == 3
+
+
+def test_a_line_tells_what_its_selector_was_calibrated_on(tmp_path: Path) -> None:
+    path, text = tmp_path / "run.jsonl", calibration.Text((), {"digest": "b"})
+    path.write_text(json.dumps(HEADER) + "\n" + json.dumps(line("loki", 0, 1, calibration="a")) + "\n")
+    with pytest.raises(ValueError, match=r"calibration='b' is not allowed: the text of this file's loki, of digest a"):
+        quality.run(arguments(path, selector=["loki"]), HEADER, None, None, text=text)
+
+
+def test_a_model_of_windows_alone_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MistralConfig(**sizes, num_key_value_heads=1, vocab_size=20, sliding_window=64)
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a layer that attends everything; it has sliding attention alone"):
+        load_model(tmp_path, "float32", "cpu")
+    config.sliding_window = None
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    assert load_model(tmp_path, "float32", "cpu")[1]["model"] == tmp_path.name
 
 
 def test_a_file_that_is_being_written_can_be_read(tmp_path: Path) -> None:

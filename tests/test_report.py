@@ -150,3 +150,26 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     before = run.read_text()
     assert main(["eval", "report", str(run), "--output", str(run)]) == 2 and run.read_text() == before
     assert "a file of its own to write" in capsys.readouterr().err
+
+
+def test_answers_to_two_files_of_one_benchmark_are_not_one_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        given = [line | {"source": name * 16} for line in lines("longbench/hotpotqa", ["locks"], [64])]
+        written(tmp_path / f"{name}.jsonl", header(), given)
+    command = ["eval", "report", "--output", str(tmp_path / "page.html")]
+    assert main([*command, str(tmp_path / "a.jsonl")]) == 0
+    capsys.readouterr()
+    assert main([*command, str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 2
+    assert "one file of longbench/hotpotqa; they were read from files of digests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("score", "1"), ("pages_read", None), ("task", ["x"]), ("links", 3)])
+def test_a_damaged_line_is_named(field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = lines("vt", ["locks"], [64])
+    given[3][field] = value
+    path = written(tmp_path / "run.jsonl", header(), given)
+    for command in (["report", str(path), "--output", str(tmp_path / "page.html")], ["table", str(path)]):
+        assert main(["eval", *command]) == 2
+        assert f"line 5 has {field}={value!r}" in capsys.readouterr().err

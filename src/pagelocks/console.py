@@ -6,6 +6,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Progress = Callable[[str], None]
 
@@ -18,6 +22,16 @@ def percent(share: float | None) -> str:
 def milliseconds(value: float | None) -> str:
     """A time for people; a dash for none."""
     return "-" if value is None else f"{value:.1f} ms"
+
+
+def table_console() -> Console:
+    """Standard output for tables: wide where it is no terminal, so that no column is cut."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    return console
 
 
 @contextlib.contextmanager

@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..config import LocksConfig, reject
+from ..console import table_console
 from ..selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 from ..selectors.groups import GROUP_RULES
 from . import ruler
 from .figures.cli import add_figure
-from .loading import device_of, load_model, load_tokenizer, need_transformers
+from .loading import check_output, device_of, load_model, load_tokenizer, need_transformers
 from .prompt import read_data
 from .report import add_report
 from .tables import read_run, summaries, summary_table
@@ -35,7 +34,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
     table.set_defaults(run=run_table, prog="pagelocks eval table")
     add_report(actions, **shape)
     for command in actions.choices.values():
-        command.add_argument("--json", action="store_true", help="print the result as one JSON object")
+        command.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
 
 
 def add_run(commands: Any, **shape: Any) -> None:
@@ -99,20 +98,23 @@ def run_command(arguments: argparse.Namespace) -> Any:
             allowed = f"{answer + 64} or more: {each.name} allows an answer {answer} tokens"
             raise reject("--context", min(arguments.context), allowed, "Use more, or a lower --new-tokens.")
     arguments.task = arguments.task or ([] if data else ["niah_single_1"])
+    check_output(Path(arguments.output))
     folder, tokenizer = load_tokenizer(arguments.model)
     model, about = load_model(folder, arguments.dtype, device)
     longest = model.config.max_position_embeddings
     if max(arguments.context) > longest:
         raise reject("--context", max(arguments.context), f"at most {longest} for {arguments.model}", "Use less.")
-    try:
-        text = calibration_text(tokenizer, arguments.seed, min(LENGTH, longest))
-    except ImportError as error:  # of the package with RULER's words
-        raise ValueError(str(error)) from error
+    text = None
+    if any(name in CALIBRATED_SELECTORS for name in arguments.selector):
+        try:
+            text = calibration_text(tokenizer, arguments.seed, min(LENGTH, longest))
+        except ImportError as error:  # of the package with RULER's words
+            raise ValueError(str(error)) from error
     settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
-    header = about | settings | {"calibration": text.about}
+    header = about | settings | {"calibration": None if text is None else text.about}
     lines = quality.run(arguments, header, model, tokenizer, data, text)
     if not arguments.json:
-        Console().print(summary_table(lines))
+        table_console().print(summary_table(lines))
     return {**header, "cells": summaries(lines)}
 
 
@@ -149,13 +151,15 @@ def run_drift(arguments: argparse.Namespace) -> Any:
 
 def run_table(arguments: argparse.Namespace) -> Any:
     """One list of all files' cells."""
+    if arguments.output:
+        check_output(arguments.output)
     cells = []
     for path in arguments.files:
         header, lines = read_run(path)
         about = {name: header.get(name) for name in ("model", "dtype", "seed", "versions", "device")}
         cells += [about | cell for cell in summaries(lines)]
         if not arguments.json:
-            Console().print(f"{header['model']}, {header['dtype']}, {path}", summary_table(lines))
+            table_console().print(f"{header['model']}, {header['dtype']}, {path}", summary_table(lines))
     if arguments.output:
         arguments.output.write_text(json.dumps(cells, indent=1) + "\n")
     return cells

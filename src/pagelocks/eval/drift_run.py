@@ -23,10 +23,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..config import reject
+from ..console import table_console
 from ..prompts import HAYSTACKS
 from .chat import first_turn, next_turn
 from .drift import Drift, Forced, Sampler, Script, measure
-from .loading import device_of, load_model, load_tokenizer, stop_tokens
+from .loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
 from .runner import Method
 from .statistics import Interval
 from .trend import BLOCK, trend
@@ -60,16 +61,15 @@ def run_drift(arguments: argparse.Namespace) -> Any:
             allowed = f"--turns of 1 or more, and {least} tokens or more that {BINS} parts, or the turns, divide"
             found = f"{turns} and {arguments.new_tokens}"
             raise reject("--turns and --new-tokens", found, allowed, "Use --turns 1 4 --new-tokens 512.")
-    methods = [Method(name, budget, arguments.rule) for budget in arguments.budget for name in arguments.selector]
+    every = (Method(name, budget, arguments.rule) for budget in arguments.budget for name in arguments.selector)
+    methods, arguments.turns = list(dict.fromkeys(every)), list(dict.fromkeys(arguments.turns))
     for budget in arguments.budget:
         # Without a page skipped there is nothing to measure; the first turn may be some tokens short.
         if budget > arguments.prompt_tokens - 64:
             raise reject(
                 "--budget", budget, f"at most --prompt-tokens less 64, {arguments.prompt_tokens - 64}", "Less."
             )
-    if arguments.output.is_dir():
-        raise reject("--output", str(arguments.output), "a file to write", "Add a name, such as drift.json.")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    check_output(arguments.output)
     folder, tokenizer = load_tokenizer(arguments.model)
     model, about = load_model(folder, arguments.dtype, device)
     window = model.config.max_position_embeddings
@@ -81,7 +81,7 @@ def run_drift(arguments: argparse.Namespace) -> Any:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     cells: list[dict[str, Any]] = []
     share = 1 / (1 + len(methods))  # of a token, by dense attention or a free answer
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(arguments.turns) * arguments.prompts * arguments.new_tokens)
         for turns in arguments.turns:
             runs = []
@@ -94,7 +94,7 @@ def run_drift(arguments: argparse.Namespace) -> Any:
                 arguments.output.write_text(json.dumps(result, indent=1) + "\n")  # each time: long runs get stopped
             cells = result["cells"]
     if not arguments.json:
-        Console().print(drift_table(cells))
+        table_console().print(drift_table(cells))
     return result
 
 

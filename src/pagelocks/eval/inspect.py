@@ -19,9 +19,10 @@ from ..config import LocksConfig, reject
 from ..provenance import provenance
 from ..selectors import SELECTORS, SEQUENCE_SELECTORS
 from . import ruler
-from .loading import device_of, load_model, load_tokenizer, stop_tokens
+from .loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
 
 LONGEST_ANSWER = 512
+SHORTEST = 48
 
 
 def add_inspect(commands: Any, **shape: Any) -> None:
@@ -103,6 +104,8 @@ def inspect(
     if prompt + arguments.new_tokens > longest:
         found = f"{prompt} tokens and {arguments.new_tokens} of the answer"
         raise reject("prompt", found, f"at most {longest} together for {name}", "Shorten it, or take another model.")
+    if prompt <= SHORTEST:
+        raise reject("prompt", f"{prompt} tokens", f"more than {SHORTEST}, the least budget", "Give a longer one.")
     if arguments.budget >= prompt:
         raise reject("--budget", arguments.budget, f"less than the prompt, {prompt} tokens", "Use less.")
     method, choices = Method(arguments.selector, arguments.budget), Choices()
@@ -146,14 +149,13 @@ def _check(arguments: argparse.Namespace) -> str | None:
         raise reject("--new-tokens", arguments.new_tokens, f"2 to {LONGEST_ANSWER}", "Use 16.")
     if arguments.context < 64:
         raise reject("--context", arguments.context, "64 or more", "Use 2048.")
-    if arguments.output.is_dir():
-        raise reject("--output", str(arguments.output), "a file to write", "Add a name, such as page.html.")
+    check_output(arguments.output)
     if arguments.prompt is None:
         if arguments.fact:
             raise reject("--fact", arguments.fact[0], "a task knows its own facts", "Use it with --prompt.")
         return None
     try:
-        text: str = arguments.prompt.read_text(encoding="utf-8")
+        text: str = arguments.prompt.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise reject("--prompt", str(arguments.prompt), f"a text file in UTF-8 ({error})", "Check the path.") from error
     for fact in arguments.fact:

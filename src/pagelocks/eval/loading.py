@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +31,19 @@ def need_transformers() -> None:
         raise ValueError('transformers is missing: pip install "pagelocks[models,eval]"')
 
 
+def check_output(path: Path, flag: str = "--output") -> None:
+    """Raise unless a file can be written there, before any work; makes the folder it lies in."""
+    remedy = "Name a file in a folder of yours."
+    if path.is_dir():
+        raise reject(flag, str(path), "a file, and this is a folder", remedy)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise reject(flag, str(path), f"a file in a folder that can be made ({error})", remedy) from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise reject(flag, str(path), "a file that may be written", remedy)
+
+
 def load_tokenizer(name: str) -> tuple[Path, Any]:
     """Folder and tokenizer of a known model, or of one in a folder."""
     need_transformers()
@@ -44,6 +58,11 @@ def load_model(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, An
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding" if getattr(text, "sliding_window", None) else "full"]
+    if not any("full" in kind for kind in kinds):
+        allowed = f"a layer that attends everything; it has {', '.join(sorted(set(kinds)))} attention alone"
+        raise reject("--model", str(folder), allowed, "Nothing is selected in windows: take another model.")
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):  # another training run's weights have the same sizes
         with path.open("rb") as file:

@@ -52,7 +52,11 @@ class Probe:
         place = list(self._seen).index(step.layer)
         exact = Exact().log_mass(step.query, step.source, step.scale)
         # A choice of each query head's own is no group's to compare.
-        asked = {method: selector for method, selector in selectors.items() if method.rule != "per-head"}
+        # Nor is everything, where a budget covers the sequence, a choice.
+        length, size = step.keys.shape[-2], LocksConfig().page_size
+        asked = {
+            method: each for method, each in selectors.items() if method.rule != "per-head" and length > method.budget
+        }
         estimates, known = dict[Method, Tensor](), dict[str, Tensor]()
         for method, selector in asked.items():
             if method.selector in SELECTORS and method.selector in known:  # the same at any budget
@@ -60,7 +64,6 @@ class Probe:
             else:
                 estimates[method] = selector.log_mass(step.query, step.source, step.scale)
                 known[method.selector] = estimates[method]
-        length, size = step.keys.shape[-2], LocksConfig().page_size
         for row in self.rows:
             prompt = self.prompts[row]
             tensors = step.query[row], step.keys[row], step.values[row]

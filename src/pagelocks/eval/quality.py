@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..config import LocksConfig, reject
@@ -28,7 +29,12 @@ from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
 SETTINGS = ("model", "config", "dtype", "seed", "new_tokens", "link_steps", "one_length", "calibration")
-"""What all lines of a file have in common."""
+"""What all lines of a file have in common; `calibration` where selectors were calibrated."""
+DEFAULTS = {"one_length": False}
+"""Of settings that older files do not name."""
+
+
+LINE = ("task", "context", "index", "selector", "budget", "rule")
 
 
 def lines_of(
@@ -49,7 +55,7 @@ def lines_of(
             line |= {
                 "pages_read": answer.pages_read / len(prompts),
                 "pages_skipped": answer.pages_skipped / len(prompts),
-                "sparse_share": None if method == DENSE else round(answer.sparse_share, 4),
+                "sparse_share": None if answer.sparse_share is None else round(answer.sparse_share, 4),
             }
             links = probe.links(row, method, len(answers[DENSE].tokens[row]))
             yield line | {"links": links} | shared[method]
@@ -71,7 +77,10 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     ValueError
         If the file is of another run: its model, type, seed or other setting is another one.
     """
-    text = path.read_text() if path.exists() else ""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise reject("--output", str(path), f"a text file ({error})", "Write to another file.") from error
     whole = text[: text.rfind("\n") + 1]
     if not whole:
         if text:
@@ -90,11 +99,16 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(line, dict) for line in lines):
         raise reject("--output", str(path), "a file that pagelocks eval run wrote", "Write to another file.")
     for name in SETTINGS:
-        if lines[0].get(name) != header.get(name):
-            found = f"{name}={lines[0].get(name)!r}, and this run has {header.get(name)!r}"
+        theirs, ours = (each.get(name, DEFAULTS.get(name)) for each in (lines[0], header))
+        if theirs != ours and not (name == "calibration" and None in (theirs, ours)):
+            found = f"{name}={theirs!r}, and this run has {ours!r}"
             raise reject(
                 "--output", str(path), f"a file of the same settings; it has {found}", "Write to another file."
             )
+    for number, line in enumerate(lines[1:], 2):
+        if missing := [name for name in (*LINE, "score") if name not in line]:
+            remedy = "Give a file that pagelocks eval run wrote."
+            raise reject(f"line {number} of {path}", line, f"an answer; {missing[0]} is missing", remedy)
     if whole != text:
         with path.open("r+") as file:
             file.truncate(len(whole.encode()))
@@ -103,7 +117,7 @@ def read_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
-    return tuple(line[name] for name in ("task", "context", "index", "selector", "budget", "rule"))
+    return tuple(line[name] for name in LINE)
 
 
 def check_data(done: Sequence[dict[str, Any]], data: Sequence[Data]) -> None:
@@ -135,6 +149,11 @@ def run(
     path = Path(arguments.output)
     done = read_lines(path, header)
     check_data(done, data)
+    digest = text.about["digest"] if text is not None else None
+    for line in done:
+        if line["selector"] in CALIBRATED_SELECTORS and digest not in (None, line.get("calibration", digest)):
+            allowed = f"the text of this file's {line['selector']}, of digest {line['calibration']}"
+            raise reject("calibration", digest, allowed, "Write to another file.")
     every = (Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule)
     methods, held = list(dict.fromkeys(every)), {key_of(line) for line in done}
     counts = dict.fromkeys(arguments.task, arguments.records) | {each.name: len(each.examples) for each in data}
@@ -147,6 +166,29 @@ def run(
     }
     if not wanted:
         return done
+    sources, added = {each.name: each for each in data}, template_tokens(tokenizer)
+    largest, window = max(method.budget for method in methods), model.config.max_position_embeddings
+
+    def prompt_of(name: str, context: int, index: int) -> Prompt:
+        if name in sources:
+            example = sources[name].examples[index]
+            return encode_example(tokenizer, example, context, arguments.new_tokens or example.new_tokens)
+        prompt = encode(tokenizer, ruler.task(name).make(tokenizer, context - added, arguments.seed, index))
+        if arguments.one_length:
+            prompt = lengthen(tokenizer, prompt, context - prompt.new_tokens)
+        # A benchmark's own prompts are as long as they are; RULER's are made to a length.
+        tokens, most = len(prompt.token_ids), arguments.new_tokens or prompt.new_tokens
+        if largest >= tokens:
+            allowed = f"less than the prompts of {name}, of which one has {tokens} tokens"
+            raise reject("--budget", largest, allowed, "Use less, or a longer --context.")
+        if tokens + most > window:
+            allowed = f"at most {window - tokens} after a prompt of {name} of {tokens} tokens"
+            raise reject("--new-tokens", most, allowed, "Use less.")
+        return prompt
+
+    for name, context in work:  # what cannot be is said before anything is answered
+        for index in [index for index in range(counts[name]) if (name, context, index) in wanted][:1]:
+            prompt_of(name, context, index)
     measured = None
     if text is not None and any(name in CALIBRATED_SELECTORS for name in arguments.selector):
         measured = calibration.measure(model, text.sequences)
@@ -158,28 +200,16 @@ def run(
     for method in methods:
         number = page_bytes(runner.selector(method, layer), model)
         shared[method] = {"page_bytes": number, "commit": header.get("commit")}
-    sources, added = {each.name: each for each in data}, template_tokens(tokenizer)
-
-    def prompt_of(name: str, context: int, index: int) -> Prompt:
-        if name in sources:
-            example = sources[name].examples[index]
-            return encode_example(tokenizer, example, context, arguments.new_tokens or example.new_tokens)
-        prompt = encode(tokenizer, ruler.task(name).make(tokenizer, context - added, arguments.seed, index))
-        return lengthen(tokenizer, prompt, context - prompt.new_tokens) if arguments.one_length else prompt
-
+        if method.selector in CALIBRATED_SELECTORS:
+            shared[method]["calibration"] = digest
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns) as progress, path.open("a") as file:
+    with Progress(*columns, console=Console(stderr=True)) as progress, path.open("a") as file:
         bar = progress.add_task("", total=len(arguments.context) * sum(counts.values()))
         for name, context in work:
             progress.update(bar, description=f"{name}, {context} tokens")
             indices = [index for index in range(counts[name]) if (name, context, index) in wanted]
             progress.advance(bar, counts[name] - len(indices))
             prompts_of_work = [prompt_of(name, context, index) for index in indices]
-            shortest = min((len(prompt.token_ids) for prompt in prompts_of_work), default=context)
-            # A benchmark's own prompts are as long as they are; RULER's are made to a length.
-            if name not in sources and (largest := max(method.budget for method in methods)) >= shortest:
-                allowed = f"less than the prompts of {name}, of which one has {shortest} tokens"
-                raise reject("--budget", largest, allowed, "Use less, or a longer --context.")
             for prompts in alike(prompts_of_work, arguments.batch):
                 asked = {method for prompt in prompts for method in wanted[name, context, prompt.record.index]}
                 some = [method for method in methods if method in asked]

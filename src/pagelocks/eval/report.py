@@ -16,6 +16,7 @@ from typing import Any
 from ..config import reject
 from ..provenance import provenance
 from . import tables
+from .loading import check_output
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
 MACHINE = ("versions", "commit", "uncommitted_changes", "date", "device", "threads")
@@ -35,8 +36,9 @@ def add_report(commands: Any, **shape: Any) -> None:
 
 def run_report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read all files, write the page."""
-    if arguments.output in arguments.files or arguments.output.is_dir():
+    if arguments.output in arguments.files:
         raise reject("--output", str(arguments.output), "a file of its own to write", "Name one, such as report.html.")
+    check_output(arguments.output)
     runs, figures = list[dict[str, Any]](), dict[str, dict[str, Any]]()
     for path in arguments.files:
         if path.suffix.lower() in (".json", *PICTURES):  # a figure's numbers and its picture have one name
@@ -105,6 +107,13 @@ def sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     number, found = count(), []
     for group in groups.values():
+        read: dict[str, set[str]] = {}
+        for line in (line for run in group for line in run["lines"] if line.get("source")):
+            read.setdefault(line["task"], set()).add(line["source"])
+        if twice := [task for task, digests in read.items() if len(digests) > 1]:
+            names = ", ".join(run["name"] for run in group)
+            allowed = f"one file of {twice[0]}; they were read from files of digests {', '.join(read[twice[0]])}"
+            raise reject("FILE", names, allowed, "Make a report of each.")
         cells = tables.summaries([line for run in group for line in run["lines"]])
         tasks: dict[tuple[int, str], list[dict[str, Any]]] = {}
         for cell in cells:

@@ -62,13 +62,14 @@ class Answers:
     ----------
     tokens : ids of each row
     pages_read, pages_skipped : over all layers, KV heads and rows
-    sparse_share : of rows, steps and layers that decoded, those that were sparse; less than 1 only where `short`
+    sparse_share : of rows, steps and layers that decoded, those that were sparse; less than 1 only where `short`, None
+        where the first token ended every answer
     """
 
     tokens: list[list[int]]
     pages_read: int
     pages_skipped: int
-    sparse_share: float = 0.0
+    sparse_share: float | None = None
 
 
 class _Ensemble:
@@ -203,7 +204,8 @@ class Runner:
                 if missed or (counts.rows_dense and not short):
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
-                sparse = counts.rows_sparse / max(1, counts.rows_sparse + counts.rows_dense)
+                taken = counts.rows_sparse + counts.rows_dense
+                sparse = counts.rows_sparse / taken if taken else None
                 results[method] = Answers(answers, counts.pages_read, counts.pages_skipped, sparse)
         return results
 

@@ -28,6 +28,9 @@ LINKS = (
 CELL = ("task", "context", "selector", "budget", "rule")
 NEEDED = (*CELL, "index", "score", "substitute", "links", "pages_read", "pages_skipped")
 """What a line must have."""
+KINDS: dict[str, Any] = {"task": str, "context": int, "selector": str, "budget": int, "rule": str, "index": int}
+KINDS |= dict.fromkeys(("score", "pages_read", "pages_skipped"), (int, float)) | {"links": (dict, type(None))}
+"""Of what types."""
 
 
 def read_run(path: Path, flag: str = "FILE") -> tuple[Line, list[Line]]:
@@ -43,6 +46,9 @@ def read_run(path: Path, flag: str = "FILE") -> tuple[Line, list[Line]]:
         header, *lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
         if not lines or any(name not in line for line in lines for name in NEEDED):
             raise ValueError("no line, or a line without a score")
+        for number, line in enumerate(lines, 2):
+            if wrong := [name for name, kind in KINDS.items() if not isinstance(line[name], kind)]:
+                raise ValueError(f"line {number} has {wrong[0]}={line[wrong[0]]!r}")
         return {"model": header["model"], "dtype": header["dtype"], "seed": header["seed"]} | header, lines
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "Give files that pagelocks eval run wrote."

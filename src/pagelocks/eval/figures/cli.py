@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...config import LocksConfig, reject
+from ...console import table_console
 from ...provenance import provenance
 from .. import EvalFailure, ruler
-from ..loading import device_of, load_model, load_tokenizer, stop_tokens
+from ..loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
 from ..prompt import encode, template_tokens
 from . import bytes as bytes_figure
 from . import score
@@ -187,8 +188,8 @@ def _picture(arguments: argparse.Namespace) -> Path:
         raise reject("--picture", str(picture), "a name that ends in .png, .svg or .pdf", "Use figure.png.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing: pip install 'pagelocks[plot]'")
-    for path in (arguments.output, picture):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    check_output(arguments.output)
+    check_output(picture, "--picture")
     return picture
 
 
@@ -208,9 +209,7 @@ def _written(
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     draw()
     if not arguments.json:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 200
+        console = table_console()
         for table in _tables(rows):
             console.print(table)
     if broken := [row for row in rows if row.get("violated")]:

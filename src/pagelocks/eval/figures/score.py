@@ -11,6 +11,7 @@ from ...config import reject
 from ..tables import read_run, summaries
 from .means import Row, series
 
+SETTINGS = ("model", "dtype", "seed", "new_tokens", "one_length")
 NEEDED = ("model", "task", "context", "selector", "budget", "rule", "score", "low", "high")
 
 
@@ -24,7 +25,7 @@ def rows(files: Sequence[Path]) -> list[Row]:
                 cells = json.loads(text)
             else:
                 header, lines = read_run(path, "--runs")
-                about = {name: header[name] for name in ("model", "dtype", "seed")}
+                about = {name: header.get(name) for name in SETTINGS}
                 cells = [about | cell for cell in summaries(lines)]
             [cell[name] for cell in cells for name in NEEDED]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -35,6 +36,14 @@ def rows(files: Sequence[Path]) -> list[Row]:
     models = sorted({row["model"] for row in found})
     if len(models) != 1:
         raise reject("--runs", models, "files of one model with answers", "Draw each model by itself.")
+    for name in SETTINGS:
+        if len(values := {row.get(name) for row in found}) > 1:
+            raise reject(
+                "--runs",
+                f"{name} of {', '.join(sorted(map(str, values)))}",
+                "files of one setting",
+                "Draw each by itself.",
+            )
     if all(row["selector"] == "dense" for row in found):
         raise reject("--runs", [str(path) for path in files], "answers of a selector beside dense's", "Add runs.")
     return found
