@@ -49,7 +49,7 @@ def test_each_method_answers_as_generate_does(model: Any, chunk: int) -> None:
             answers = found[Method(name, 64)]
             assert answers.tokens == [expected[name]], name
             # 7 sparse steps of 3 layers and 2 KV heads, 4 pages each, of 10 pages.
-            assert answers.pages_read == 7 * 3 * 2 * 4 and answers.pages_skipped == 7 * 3 * 2 * 6
+            assert answers.pages_read == [7 * 3 * 2 * 4] and answers.pages_skipped == [7 * 3 * 2 * 6]
 
 
 def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None:
@@ -59,10 +59,16 @@ def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None
     together = Runner(model, methods, []).run(torch.cat(rows), 6)
     for method, answers in together.items():
         assert answers.tokens == [run[method].tokens[0] for run in alone], method
-    stop = together[Method("dense")].tokens[1][2]
-    for method, answers in Runner(model, methods, [stop]).run(torch.cat(rows), 6).items():
+    stop = together[methods[0]].tokens[1][2]
+    stopped = Runner(model, methods, [stop]).run(torch.cat(rows), 6)
+    assert len({len(ids) for ids in stopped[methods[0]].tokens}) > 1
+    for method, answers in stopped.items():
         whole = [run[method].tokens[0] for run in alone]
         assert answers.tokens == [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
+        # What a row reads once its answer has ended is nobody's.
+        one_by_one = [Runner(model, methods, [stop]).run(row, 6)[method] for row in rows]
+        for name in ("pages_read", "pages_skipped", "sparse_share"):
+            assert getattr(answers, name) == [getattr(each, name)[0] for each in one_by_one], name
 
 
 def test_a_model_with_windows_can_be_measured() -> None:

@@ -129,7 +129,7 @@ def inspect(
     result |= {"budget": method.budget, "dtype": arguments.dtype, "steps": choices.steps, "answers": dict(said)}
     result |= {"coverage": float(held.mean()), "coverage_of_oracle": float(best.mean())}
     result["coverage_ratio"] = float(torch.where(best > 0, held / best, 1).mean())
-    result["pages_read"], result["pages_skipped"] = answers[method].pages_read, answers[method].pages_skipped
+    result["pages_read"], result["pages_skipped"] = answers[method].pages_read[0], answers[method].pages_skipped[0]
     result |= provenance(str(model.device))
     values = {
         "title": f"{label} on {name}: pages read",

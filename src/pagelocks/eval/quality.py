@@ -53,9 +53,9 @@ def lines_of(
             line |= {"budget": method.budget, "rule": method.rule, "score": prompt.score(said), "answer": said}
             line |= {"prompt_tokens": len(prompt.token_ids), **prompt.about}
             line |= {
-                "pages_read": answer.pages_read / len(prompts),
-                "pages_skipped": answer.pages_skipped / len(prompts),
-                "sparse_share": None if answer.sparse_share is None else round(answer.sparse_share, 4),
+                "pages_read": answer.pages_read[row],
+                "pages_skipped": answer.pages_skipped[row],
+                "sparse_share": answer.sparse_share[row],
             }
             links = probe.links(row, method, len(answers[DENSE].tokens[row]))
             yield line | {"links": links} | shared[method]

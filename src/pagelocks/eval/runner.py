@@ -56,20 +56,49 @@ class Method:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one method answered to a batch.
+    """What one method answered to a batch; lists have an entry a row.
 
     Attributes
     ----------
-    tokens : ids of each row
-    pages_read, pages_skipped : over all layers, KV heads and rows
-    sparse_share : of rows, steps and layers that decoded, those that were sparse; less than 1 only where `short`, None
-        where the first token ended every answer
+    tokens : ids
+    pages_read, pages_skipped : over all layers and KV heads, at the steps that the row's answer took
+    sparse_share : of those steps and layers, those that were sparse; less than 1 only where `short`, None where the
+        first token ended the answer, and of dense attention
     """
 
     tokens: list[list[int]]
-    pages_read: int
-    pages_skipped: int
-    sparse_share: float | None = None
+    pages_read: list[int]
+    pages_skipped: list[int]
+    sparse_share: list[float | None]
+
+
+class _Reads:
+    """What the steps of each row read, while its answer goes on."""
+
+    def __init__(self, rows: int, config: LocksConfig) -> None:
+        self._config = config
+        self.going = torch.ones(rows, dtype=torch.int64)
+        self.steps = torch.zeros(rows, dtype=torch.int64)
+        self.sparse, self.read, self.skipped = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+
+    def begin(self, going: Sequence[bool]) -> None:
+        """A step, of these rows."""
+        self.going = torch.tensor(going).to(torch.int64)
+        self.steps += self.going
+
+    def __call__(self, step: hf.SparseStep) -> None:
+        """One layer of it."""
+        read = hf.distinct_pages(step.pages).cpu()
+        pages = self._config.pages_in(step.keys.shape[-2]) * step.keys.shape[1]
+        self.sparse += self.going
+        self.read += self.going * read
+        self.skipped += self.going * (pages - read)
+
+    def answers(self, tokens: list[list[int]], layers: int) -> Answers:
+        """All of it, of a model of so many layers that select."""
+        counts = zip(self.sparse.tolist(), self.steps.tolist(), strict=True)
+        shares = [round(sparse / (steps * layers), 4) if steps else None for sparse, steps in counts]
+        return Answers(tokens, self.read.tolist(), self.skipped.tolist(), shares)
 
 
 class _Ensemble:
@@ -93,6 +122,11 @@ class _Ensemble:
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         return Streaming().page_bytes(head_dim, page_size, itemsize)
+
+
+def _both(first: Callable[[hf.SparseStep], None], second: Callable[[hf.SparseStep], None], step: hf.SparseStep) -> None:
+    first(step)
+    second(step)
 
 
 class Runner:
@@ -185,28 +219,29 @@ class Runner:
             pages = self._pages(cache, learnt, any(method.selector == "locks" for method in chosen))
             session.go_on_with(session.selectors(), pages)
             session.on_step = step  # not before: a prompt's last part may be a single token
-            results = {Method("dense"): Answers(self._decode(cache, first, new_tokens), 0, 0)}
+            nothing = [0] * len(prompts)
+            said = self._decode(cache, first, new_tokens, _Reads(len(prompts), LocksConfig()))
+            results = {Method("dense"): Answers(said, nothing, nothing, [None] * len(prompts))}
             for method in chosen:
+                reads = _Reads(len(prompts), method.config)
                 session = hf.attach(
                     self.model,
                     method.config,
                     lambda layer, method=method: self.selector(method, layer),  # type: ignore[misc]
                     method.rule,
-                    None if watch is None else partial(watch, method),
+                    reads if watch is None else partial(_both, reads, partial(watch, method)),
                     only_grows=True,
                 )
                 members = {layer: (members[method], tokens) for layer, (members, tokens) in learnt.items()}
                 session.go_on_with(members, pages)
-                answers = self._decode(cache, first, new_tokens)
+                said = self._decode(cache, first, new_tokens, reads)
                 counts = session.statistics()
-                outgrown = not short or prompts.shape[1] + max(map(len, answers)) - 1 > method.budget
-                missed = max(map(len, answers)) > 1 and outgrown and not counts.pages_skipped
+                outgrown = not short or prompts.shape[1] + max(map(len, said)) - 1 > method.budget
+                missed = max(map(len, said)) > 1 and outgrown and not counts.pages_skipped
                 if missed or (counts.rows_dense and not short):
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
-                taken = counts.rows_sparse + counts.rows_dense
-                sparse = counts.rows_sparse / taken if taken else None
-                results[method] = Answers(answers, counts.pages_read, counts.pages_skipped, sparse)
+                results[method] = reads.answers(said, len(learnt))
         return results
 
     def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
@@ -245,8 +280,8 @@ class Runner:
         for ensemble in ensembles:
             ensemble.repeating = False
 
-    def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int) -> list[list[int]]:
-        """Greedy tokens of each row up to a stop token."""
+    def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
+        """Greedy tokens of each row up to a stop token; `reads` is told of each step."""
         cache = copy.deepcopy(prompt_cache)
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
@@ -259,5 +294,6 @@ class Runner:
                         going[row] = len(rows[row]) < new_tokens
             if not any(going):
                 return rows
+            reads.begin(going)
             logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].argmax(-1)

@@ -11,8 +11,8 @@ generation, prompt lookup and `use_cache=False` are mostly or wholly dense, and 
 """
 
 from .attention import register
-from .session import LayerStatistics, Session, SparseStep, attach, detach, use
+from .session import LayerStatistics, Session, SparseStep, attach, detach, distinct_pages, use
 
 register()
 
-__all__ = ["LayerStatistics", "Session", "SparseStep", "attach", "detach", "register", "use"]
+__all__ = ["LayerStatistics", "Session", "SparseStep", "attach", "detach", "distinct_pages", "register", "use"]

@@ -177,7 +177,7 @@ class Session:
             counts.rows_dense += len(rows)
             return None
         counts.rows_sparse += len(rows)
-        read = int(_distinct(chosen))
+        read = int(distinct_pages(chosen).sum())
         counts.pages_read += read
         counts.pages_skipped += config.pages_in(tokens) * len(rows) * keys.shape[1] - read
         if share.ndim == 3:
@@ -202,12 +202,16 @@ class Session:
         return self._state[layer]
 
 
-def _distinct(pages: Tensor) -> Tensor:
-    """How many pages are listed for (rows, kv_heads), those that query heads of a group share counted once."""
+def distinct_pages(pages: Tensor) -> Tensor:
+    """How many pages a step lists for each row, int64 (rows,): over KV heads, what a group's query heads share once.
+
+    `pages` is as in `SparseStep`.
+    """
     if pages.ndim == 3:
-        return (pages >= 0).sum()  # a list names a page once
+        return (pages >= 0).flatten(1).sum(-1)  # a list names a page once
     listed = pages.flatten(2).sort(-1).values
-    return ((listed >= 0) & (listed != torch.nn.functional.pad(listed, (1, 0), value=-1)[..., :-1])).sum()
+    first = listed != torch.nn.functional.pad(listed, (1, 0), value=-1)[..., :-1]
+    return ((listed >= 0) & first).flatten(1).sum(-1)
 
 
 _SESSION = "_locks_session"  # the attribute of an attention module
