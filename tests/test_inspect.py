@@ -181,7 +181,7 @@ def test_the_command_answers_as_dense_attention_does(tmp_path: Path, capsys: pyt
 
 
 def _template(tokenizer: Any) -> int:
-    from pagelocks.eval.quality import template_tokens
+    from pagelocks.eval.prompt import template_tokens
 
     return template_tokens(tokenizer)
 

@@ -85,13 +85,13 @@ def inspect(
     what was found, in short; what the template asks for
     """
     from .choices import Choices, page_data, pieces, read_prompt
-    from .prompt import template_tokens
+    from .prompt import make_record
     from .runner import Method, Runner
 
     record = None
     if text is None:
-        added = 0 if arguments.raw else template_tokens(tokenizer)
-        record = ruler.task(arguments.task).make(tokenizer, arguments.context - added, arguments.seed, arguments.index)
+        given = arguments.task, arguments.context, arguments.seed, arguments.index
+        record = make_record(tokenizer, *given, template=not arguments.raw)
         chat = tokenizer.chat_template is not None and not arguments.raw
         prefix = record.prefix if chat else record.prompt[len(record.request) :]
         reading = read_prompt(tokenizer, record.request, prefix, record.facts, arguments.raw)

@@ -51,6 +51,23 @@ class Prompt:
         return datasets.score(answer, self.record)
 
 
+def make_record(
+    tokenizer: Any, task: str, context: int, seed: int, index: int = 0, template: bool = True
+) -> ruler.Record:
+    """A record of RULER whose prompt and answer take `context` tokens with the chat template's, if that is used.
+
+    Raises
+    ------
+    ValueError
+        If the task needs more.
+    """
+    added = template_tokens(tokenizer) if template else 0
+    try:
+        return ruler.task(task).make(tokenizer, context - added, seed, index)
+    except ValueError as error:
+        raise ValueError(f"--context {context}, of which the chat template takes {added}: {error}") from error
+
+
 def encode(tokenizer: Any, record: ruler.Record) -> Prompt:
     """The record as a user's turn, the first words of the answer as the beginning of the assistant's.
 

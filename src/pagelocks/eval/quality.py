@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..config import LocksConfig, reject
 from ..selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, Selector
-from . import calibration, ruler
+from . import calibration
 from .loading import stop_tokens
 from .probe import Probe
-from .prompt import Data, Prompt, alike, encode, encode_example, lengthen, template_tokens
+from .prompt import Data, Prompt, alike, encode, encode_example, lengthen, make_record
 from .runner import Answers, Method, Runner
 
 DENSE = Method("dense")
@@ -166,14 +166,14 @@ def run(
     }
     if not wanted:
         return done
-    sources, added = {each.name: each for each in data}, template_tokens(tokenizer)
+    sources = {each.name: each for each in data}
     largest, window = max(method.budget for method in methods), model.config.max_position_embeddings
 
     def prompt_of(name: str, context: int, index: int) -> Prompt:
         if name in sources:
             example = sources[name].examples[index]
             return encode_example(tokenizer, example, context, arguments.new_tokens or example.new_tokens)
-        prompt = encode(tokenizer, ruler.task(name).make(tokenizer, context - added, arguments.seed, index))
+        prompt = encode(tokenizer, make_record(tokenizer, name, context, arguments.seed, index))
         if arguments.one_length:
             prompt = lengthen(tokenizer, prompt, context - prompt.new_tokens)
         # A benchmark's own prompts are as long as they are; RULER's are made to a length.

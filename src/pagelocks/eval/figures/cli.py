@@ -19,7 +19,7 @@ from ...console import table_console
 from ...provenance import provenance
 from .. import EvalFailure, ruler
 from ..loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
-from ..prompt import encode, template_tokens
+from ..prompt import encode, make_record
 from . import bytes as bytes_figure
 from . import score
 from .means import Row, series
@@ -126,8 +126,7 @@ def run_model_figure(arguments: argparse.Namespace) -> Any:
 
 def prompts_of(tokenizer: Any, tasks: Sequence[str], context: int, records: int, seed: int) -> list[Any]:
     """The first records of each task as `Prompt`s, the tasks in turn."""
-    room = context - template_tokens(tokenizer)
-    made = (ruler.task(name).make(tokenizer, room, seed, index) for index in range(records) for name in tasks)
+    made = (make_record(tokenizer, name, context, seed, index) for index in range(records) for name in tasks)
     return [encode(tokenizer, record) for record in made]
 
 
