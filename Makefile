@@ -15,7 +15,7 @@ demo: .venv/.done
 	$(BIN)/python -m pagelocks.demo
 
 test: .venv/.done
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 GPU_PYTHON ?= python3
 test-gpu:
