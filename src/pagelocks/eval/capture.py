@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import hf
 from ..config import LocksConfig, reject
 from .decode_record import DecodeRecord
-from .prompt import Prompt
+from .prompt import LEAST_BUDGET, Prompt
 
-SHORTEST = 49
-"""Tokens of the shortest prompt: a step of no more than the smallest budget, 48, is not reported."""
+SHORTEST = LEAST_BUDGET + 1
+"""Tokens of the shortest prompt: a step of no more than the least budget is not reported."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def _steps(model: Any, prompt: Prompt, steps: int, stop: set[int], chunk: int) -
     from transformers import DynamicCache
 
     # Streaming costs the least, and what it chooses is not looked at: every step attends everything.
-    config = LocksConfig(budget=SHORTEST - 1, dense_below=0)
+    config = LocksConfig(budget=LEAST_BUDGET, dense_below=0)
     session = hf.attach(model, config, "streaming", attend_all=True, only_grows=True)
     with torch.inference_mode():
         ids, cache = torch.tensor([prompt.token_ids], device=model.device), DynamicCache(config=model.config)

@@ -16,6 +16,10 @@ from ..config import reject
 from .decode_record import DecodeRecord
 from .links import kept_pages, page_mass
 
+LEAST_MASS = 0.1
+"""Query heads that put so much of their exact attention on the carrier pages are retrieval heads: far above what a head
+that looks everywhere alike puts there."""
+
 
 def carrier_pages(record: DecodeRecord, page_size: int) -> Tensor:
     """bool (pages,), ceil(length / page_size) of them: True where a page holds a carrier token."""

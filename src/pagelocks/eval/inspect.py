@@ -22,7 +22,6 @@ from . import ruler
 from .loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
 
 LONGEST_ANSWER = 512
-SHORTEST = 48
 
 
 def add_inspect(commands: Any, **shape: Any) -> None:
@@ -85,7 +84,7 @@ def inspect(
     what was found, in short; what the template asks for
     """
     from .choices import Choices, page_data, pieces, read_prompt
-    from .prompt import make_record
+    from .prompt import LEAST_BUDGET, make_record
     from .runner import Method, Runner
 
     record = None
@@ -104,8 +103,8 @@ def inspect(
     if prompt + arguments.new_tokens > longest:
         found = f"{prompt} tokens and {arguments.new_tokens} of the answer"
         raise reject("prompt", found, f"at most {longest} together for {name}", "Shorten it, or take another model.")
-    if prompt <= SHORTEST:
-        raise reject("prompt", f"{prompt} tokens", f"more than {SHORTEST}, the least budget", "Give a longer one.")
+    if prompt <= LEAST_BUDGET:
+        raise reject("prompt", f"{prompt} tokens", f"more than {LEAST_BUDGET}, the least budget", "Give a longer one.")
     if arguments.budget >= prompt:
         raise reject("--budget", arguments.budget, f"less than the prompt, {prompt} tokens", "Use less.")
     method, choices = Method(arguments.selector, arguments.budget), Choices()

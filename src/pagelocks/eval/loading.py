@@ -54,15 +54,22 @@ def load_tokenizer(name: str) -> tuple[Path, Any]:
 
 
 def load_model(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
-    """The model for inference, and what identifies it: name, a digest of its configuration and weights, versions."""
-    from transformers import AutoModelForCausalLM
+    """The model for inference, and what identifies it: name, versions, a digest of its configuration and the first
+    megabyte of each file of weights.
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    text = model.config.get_text_config()
+    Raises
+    ------
+    ValueError
+        If all its layers have windows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text: Any = AutoConfig.from_pretrained(folder).get_text_config()
     kinds = getattr(text, "layer_types", None) or ["sliding" if getattr(text, "sliding_window", None) else "full"]
     if not any("full" in kind for kind in kinds):
         allowed = f"a layer that attends everything; it has {', '.join(sorted(set(kinds)))} attention alone"
         raise reject("--model", str(folder), allowed, "Nothing is selected in windows: take another model.")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):  # another training run's weights have the same sizes
         with path.open("rb") as file:

@@ -11,15 +11,11 @@ from .. import hf
 from ..config import LocksConfig
 from ..selectors import SELECTORS, Exact, Selector
 from ..selectors.groups import group_rule
-from .carriers import Retention, carrier_pages, retrieval_heads
+from .carriers import LEAST_MASS, Retention, carrier_pages, retrieval_heads
 from .decode_record import DecodeRecord
 from .links import choose_pages, coverage, coverage_ratio, group_coverage_ratio, kept_pages, page_mass, summarize_heads
 from .prompt import Prompt
 from .runner import Method
-
-LEAST_MASS = 0.1
-"""Query heads that put so much of their exact attention on the carrier pages, on the mean over a record's steps, are
-its retrieval heads."""
 
 
 class Probe:
@@ -89,9 +85,9 @@ class Probe:
         `coverage_ratio` is the mean over groups; `worst`, the worst head of a group, and `p5`, the 5th percentile, are
         of single query heads, whose ratio may exceed 1, as the oracle chooses for the group.  Where the record says
         where its answer stands, `coverage_ratio_retrieval` and `coverage_ratio_rest` are those of the query heads that
-        look for it (`LEAST_MASS`) and of all others, each the sum of coverages over the oracle's sum, and
-        `retrieval_heads` is the share of heads that do.  None if nothing was seen, or each query head has pages of its
-        own.
+        look for it (`carriers.LEAST_MASS`, on the mean over the steps) and of all others, each the sum of coverages
+        over the oracle's sum, and `retrieval_heads` is the share of heads that do.  None if nothing was seen, or each
+        query head has pages of its own.
         """
 
         def gathered(found: dict[tuple[int, Method], list[Tensor]]) -> list[Tensor]:

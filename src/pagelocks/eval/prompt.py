@@ -9,9 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..config import reject
+from ..config import LocksConfig, reject
 from . import datasets, ruler
 from .chat import first_turn
+
+LEAST_BUDGET = 3 * LocksConfig.page_size
+"""Tokens: the sink page, the most recent one, and one that is chosen."""
 
 
 @dataclass(frozen=True)

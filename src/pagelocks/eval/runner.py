@@ -22,6 +22,7 @@ from ..hf.pages import CachedPages
 from ..selectors import REPEATING_SELECTORS, KVzip, PageSource, Selector, Streaming, observes
 from ..selectors.groups import group_rule
 from .calibration import Calibration, make_selector
+from .prompt import LEAST_BUDGET
 
 REPEATED = 2048
 """Prompt tokens that are repeated at a time, each time after the whole prompt, as KVzip does."""
@@ -192,7 +193,7 @@ class Runner:
         chosen = self.methods if methods is None else list(methods)
         # Choosing costs time at each dense step, so without a probe the budget covers the sequence; with one it is the
         # smallest there is, and the choice itself is not looked at.
-        budget = 16 * self.model.config.max_position_embeddings if probe is None else 48
+        budget = 16 * self.model.config.max_position_embeddings if probe is None else LEAST_BUDGET
         step = None if probe is None else lambda seen: probe(seen, seen_members(seen.layer))
         session = hf.attach(
             self.model,

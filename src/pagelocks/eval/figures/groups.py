@@ -30,10 +30,11 @@ def rows(records: Iterable[Captured], budgets: Sequence[int] = BUDGETS) -> list[
     """
     found: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
     read: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
-    group, prompts = 0, set[int]()
+    prompts = set[int]()
     for seen in records:
         record = seen.record
-        group = record.query.shape[1]
+        if record.query.shape[1] == 1:
+            raise reject("--model", "one query head a KV head", "a model with grouped-query attention", "Use another.")
         prompts.add(seen.prompt)
         mass = page_mass(record, LocksConfig.page_size)
         for budget in budgets:
@@ -44,8 +45,6 @@ def rows(records: Iterable[Captured], budgets: Sequence[int] = BUDGETS) -> list[
                     pages, key = choose_pages(estimate, record.length, config, rule), (budget, selector, name)
                     found[key].append(coverage(mass, pages))
                     read[key].append(kept_pages(pages.flatten(1), mass.shape[-1]).sum(-1).double())
-    if group == 1:
-        raise reject("--model", "one query head a KV head", "a model with grouped-query attention", "Use another.")
     rows: list[Row] = []
     for key, values in found.items():
         heads = summarize_heads(torch.cat(values))

@@ -38,7 +38,8 @@ class Means:
         """A row for each key, in the order they came.
 
         Each value is the mean over prompts of the prompt's mean, None where no prompt has one.  Those in `intervals`
-        also have `_low` and `_high`: 95% by the bootstrap over prompts, None for a single one.  `prompts`: how many.
+        also have `_low` and `_high`: 95% by the bootstrap over prompts, None for a single one.  `prompts`: how many
+        have one.
         """
         found = []
         for key, values in self._sums.items():
@@ -50,7 +51,8 @@ class Means:
                     interval = bootstrap_mean(means) if len(means) > 1 else None
                     row[f"{name}_low"] = _rounded(interval.low) if interval else None
                     row[f"{name}_high"] = _rounded(interval.high) if interval else None
-            found.append(row | {"prompts": max(len(prompts) for prompts in values.values())})
+            counted = (sum(count > 0 for _, count in prompts.values()) for prompts in values.values())
+            found.append(row | {"prompts": max(counted)})
         return found
 
 

@@ -16,7 +16,7 @@ from ...config import LocksConfig, reject
 from ...selectors import Selector, make_selector
 from ...selectors.loki import Loki, calibrate
 from ...theory import exact_log_mass
-from ..carriers import carrier_pages, carrier_retention, retrieval_heads
+from ..carriers import LEAST_MASS, carrier_pages, carrier_retention, retrieval_heads
 from ..links import (
     choose_pages,
     coverage,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # it needs Transformers, and the command line does not
 
 BUDGETS = [64, 128, 256, 512, 1024, 2048]
 SELECTORS = ("exact", "locks", "loki", "quest", "centroid", "second-moment", "shadowkv", "streaming", "random")
-LEAST_MASS = 0.1
 
 
 def principal_components(calibration: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
