@@ -206,6 +206,19 @@ def test_the_ladder_s_rungs(seen: Any) -> None:
         assert 0 < row["output_error"] <= row["mass_bound"] <= 2 and row["theorem_bound"] <= 2
 
 
+def test_a_mean_key_keeps_a_centroid_s_steps_small() -> None:
+    """A channel that is large in all keys widens the int8 steps of the others, unless what is alike is left out."""
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randn(2, 20, 16, 64, generator=generator)
+    pages[..., 5] += 300.0
+    mean = torch.zeros(2, 64)
+    mean[:, 5] = 300.0
+    found = dict(ladder.representations(pages, torch.eye(64).expand(2, -1, -1), mean, 8))
+    centroid = pages.mean(-2)
+    plain, less = ((found[name].mean(-2) - centroid).abs().max() for name in ("page", "page, less a mean key"))
+    assert less < 0.05 < 0.5 < plain
+
+
 def test_precision_is_locks_at_four_bits_and_falls_with_bits(seen: Any) -> None:
     records, _ = seen
     rows = by(precision.rows(records, [64], [8, 15]), "bits", "rank")

@@ -1,7 +1,8 @@
 """The error ladder: from logits to the output, link by link, for a page's own basis and what it is measured against.
 
-Representations of keys have logits: the page's basis as stored (int4, int8) and unquantised, a sequence's and a
-calibrated basis at the same bytes (see `stored`), and the centroid.  Selectors without reconstructed keys start at the
+Representations of keys have logits: the page's basis as stored (int4, int8), the same with the centroid stored less the
+mean key of the KV head in other text, and unquantised, a sequence's and a calibrated basis at the same bytes (see
+`stored`), and the centroid.  Selectors without reconstructed keys start at the
 log-mass.  Errors are against exact attention on the same record; the choices are at the same budget.
 """
 
@@ -49,13 +50,15 @@ RUNGS = {
 }
 
 
-def representations(pages: Tensor, calibrated: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Name -> keys (H, P, B, d) that stand for the pages'."""
+def representations(pages: Tensor, calibrated: Tensor, mean: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Name -> keys (H, P, B, d) that stand for the pages'; from other text a basis (H, d, d) and a mean key (H, d)."""
     head_dim, count = pages.shape[-1], pages.shape[1]
     budget = stored_bytes("page", rank, head_dim, PAGE_SIZE, count)
     own_rank = matched_rank("sequence", budget, head_dim, PAGE_SIZE, count)
     global_rank = matched_rank("global", budget, head_dim, PAGE_SIZE, count)
     yield "page", page_keys(pages, rank)
+    mean = mean[:, None, None]
+    yield "page, less a mean key", page_keys(pages - mean, rank) + mean
     yield "page, unquantised", summarize(pages, unquantised(rank, PAGE_SIZE)).keys()
     yield "sequence, same bytes", shared_keys(pages, shared_basis([pages], own_rank))
     yield "global, same bytes", shared_keys(pages, calibrated[..., :global_rank])
@@ -77,12 +80,13 @@ def rows(
     that of Theorem 1 (iii) at the measured eta, which is 2 where it says nothing.
     """
     bases, means = calibrated_bases(calibration), Means("budget", "representation")
+    mean_keys = {layer: torch.cat(list(keys), 1).double().mean(1).float() for layer, keys in calibration.items()}
     for seen in records:
         record = seen.record
         pages = whole_pages(record.keys[:, : record.length])
         exact = exact_log_mass(record.query, pages, record.scale)
         found: list[tuple[str, Tensor, dict[str, Tensor]]] = []
-        for name, keys in representations(pages, bases[seen.layer], rank):
+        for name, keys in representations(pages, bases[seen.layer], mean_keys[seen.layer], rank):
             logits = logit_error(record.query, pages, keys, record.scale)
             found.append((name, exact_log_mass(record.query, keys, record.scale), {"logit_mae": logits}))
         for name in SELECTORS:
