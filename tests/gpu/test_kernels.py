@@ -155,9 +155,7 @@ def test_select_of_hard_shares(kind: str, rows: int, row_pages: int) -> None:
         part = torch.where(unknown, -torch.inf, masses[:, start[row] : start[row + 1]])
         top = part.amax(1)
         useful = min(pipeline.score.parts, -(-pages // 16))
-        each, more = divmod(pages, useful)  # the first parts have one more
-        large = (each + 1) * more
-        first = start[row] // (each + 1) if start[row] < large else more + (start[row] - large) // each
+        first = ((start[row] + 1) * useful - 1) // pages  # part `first` begins at pages * first // useful
         slot = (first + row) * pipeline.score.subs
         flat[:, :, slot, 0] = top
         flat[:, :, slot, 1] = (part - top[:, None]).exp2().sum(1)

@@ -137,7 +137,7 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
     }
     copy_async_commit();
   };
-  for (int s = 0; s < STAGES - 1; s++) issue(s);
+  for (int s = 0; s < STAGES; s++) issue(s);
   load_item();
 
   int stage = 0;
@@ -149,11 +149,11 @@ DEVICE void attend_part(const Params& p, u8* raw, int low, int high, int total, 
     softmax.clear();
 
     for (; now.page < now.end; now.page += WARPS) {
-      copy_async_wait<STAGES - 2>();
+      copy_async_wait<STAGES - 1>();
       __syncwarp();
       attend_page(softmax, query, ring + stage * STAGE_BYTES, now.tokens_of_page(), p.scale * LOG2E);
       __syncwarp();
-      issue((stage + STAGES - 1) % STAGES);
+      issue(stage);  // the one just read: all stages but this are on their way meanwhile
       if (++stage == STAGES) stage = 0;
     }
 
@@ -245,7 +245,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_pages(const __grid_
   extern __shared__ __align__(128) u8 raw[];
   wait_for_previous_kernel();
   const int total = p.attend_start[p.rows] * ITEMS;
-  const int parts = parts_of(total, p.parts);
+  // A block with pages of two items merges twice, one after the other, and both items wait for it: where all rows are as
+  // long as each other, no item is cut so if their number divides the blocks'.
+  int parts = parts_of(total, p.parts);
+  const int odd = parts % (p.rows * ITEMS);
+  if (odd < parts && odd * 16 <= parts) parts -= odd;
   if ((int)blockIdx.x < parts) {
     attend_part(p, raw, part_begin(total, blockIdx.x, parts), part_begin(total, blockIdx.x + 1, parts), total, parts);
   }

@@ -97,15 +97,14 @@ DEVICE int row_of(const int* start, int rows, int position) {
   return low;
 }
 
-// `total` positions over `parts` blocks, as evenly as whole numbers go: the first total % parts blocks have one more.
-// None is empty where parts <= total.
+// `total` positions over `parts` blocks, as evenly as whole numbers go: block `part` starts at total * part / parts, so that
+// items of one length that share the blocks evenly begin with one.  None is empty where parts <= total.
 DEVICE int part_begin(int total, int part, int parts) {
   const u32 each = (u32)total / (u32)parts, more = (u32)total % (u32)parts;
-  return (int)(each * part + ((u32)part < more ? part : more));
+  return (int)(each * part + more * part / (u32)parts);
 }
 DEVICE int part_of(int total, int position, int parts) {
-  const u32 each = (u32)total / (u32)parts, more = (u32)total % (u32)parts, large = (each + 1) * more, at = position;
-  return (int)(at < large ? at / (each + 1) : more + (at - large) / each);
+  return (int)((((u64)position + 1) * (u32)parts - 1) / (u32)total);
 }
 
 // How many of `parts` blocks are worth having for so many positions.
