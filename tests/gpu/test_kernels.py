@@ -54,8 +54,7 @@ def test_score(numbers: tuple[Any, ...], size: float) -> None:
     block, slot = case.pages_of(8)
     case.records[block[3], slot[3]] = 0  # a page that nobody built
     pipeline = planned(case)
-    start, count = pipeline.plan_of_step.score_start, len(LENGTHS)
-    pipeline.score(stream(), case.query, case.records, case.table, start, count, case.keys, case.scale)
+    pipeline.score_pages(stream(), case.rows, case.query, case.records, case.keys, case.scale)
     check_scores(case, pipeline)
 
 
@@ -63,9 +62,8 @@ def test_score_of_extreme_logits() -> None:
     """Where exponentials overflow without their maximum, the group is computed again with it."""
     case = make_case(shape_of(SHAPES[0]), [4000, 300], 5, size=60.0)
     pipeline = planned(case)
-    start = pipeline.plan_of_step.score_start
-    pipeline.score(stream(), case.query, case.records, case.table, start, 2, case.keys, case.scale)
-    start = start.tolist()
+    pipeline.score_pages(stream(), case.rows, case.query, case.records, case.keys, case.scale)
+    start = pipeline.plan_of_step.score_start.tolist()
     summary = PageSummary.unpack(case.records_of(0), 128, case.shape.config)
     want = log_mass(case.query[0].unflatten(0, (4, 8)), summary, case.scale)
     got = pipeline.score.log_mass[:, : start[1]].transpose(1, 2)
@@ -82,8 +80,7 @@ def test_select(numbers: tuple[Any, ...], keys: int, monkeypatch: pytest.MonkeyP
     shape = shape_of(numbers, sink_pages=2, recent_pages=2)
     case = make_case(shape, LENGTHS, 6)
     pipeline = planned(case)
-    plan, count = pipeline.plan_of_step, len(LENGTHS)
-    pipeline.score(stream(), case.query, case.records, case.table, plan.score_start, count, case.keys, case.scale)
+    pipeline.score_pages(stream(), case.rows, case.query, case.records, case.keys, case.scale)
     check_selection(case, pipeline, exact=keys == 0)
 
 
@@ -131,9 +128,7 @@ def test_select_of_hard_shares(kind: str, rows: int, row_pages: int) -> None:
     case = make_case(shape, lengths, 7, build=False)
     pipeline = planned(case)
     plan = pipeline.plan_of_step
-    pipeline.score(
-        stream(), case.query, case.records.zero_(), case.table, plan.score_start, rows, case.keys, case.scale
-    )
+    pipeline.score_pages(stream(), case.rows, case.query, case.records.zero_(), case.keys, case.scale)
     mass = pipeline.score.log_mass
     pages = int(plan.score_start[rows])
     drawn = torch.randint(0, 3, (4, pages, 1), generator=generator, device=DEVICE).float().expand(-1, -1, 4)

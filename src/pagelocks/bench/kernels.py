@@ -127,9 +127,8 @@ class Layers:
 
     def score(self, layer: int) -> None:
         """One layer's scores."""
-        start, table = self.pipeline.plan_of_step.score_start, self.decode_rows.block_table
         keys, _ = self.keys_and_values(layer)
-        self.pipeline.score(_stream(), self.query, self.records[layer], table, start, self.rows, keys, self.scale)
+        self.pipeline.score_pages(_stream(), self.decode_rows, self.query, self.records[layer], keys, self.scale)
 
     def select(self) -> None:
         """The pages of one layer, from its scores."""

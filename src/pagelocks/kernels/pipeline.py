@@ -12,7 +12,7 @@ from .attend import Attend
 from .build import Build
 from .caches import Caches
 from .plan import Plan
-from .score import Score
+from .score import Score, parts_of
 from .select import Select
 from .select_attend import SelectAttend
 from .shape import KernelShape
@@ -77,7 +77,7 @@ class Pipeline:
         joint: bool = True,
     ) -> None:
         self.shape, self.max_rows, self.max_completed, self.capacity = shape, max_rows, max_completed, capacity
-        self.plan_of_step = Plan(shape, max_rows, max_completed, capacity, device)
+        self.plan_of_step = Plan(shape, max_rows, max_completed, capacity, parts_of(shape, device), device)
         self._build = Build(shape, device)
         self.score = Score(shape, max_rows, capacity, device)
         self.select = Select(shape, self.score, max_rows, logical, device)
@@ -127,6 +127,12 @@ class Pipeline:
         """Records of the first `count` of `pages`, at most `most`: see `Build`."""
         self._build(stream, caches, layer, pages, count, most)
 
+    def score_pages(self, stream: int, rows: Rows, query: Tensor, records: Tensor, keys: Tensor, scale: float) -> None:
+        """Log-masses of the pages of the decode rows that select."""
+        plan = self.plan_of_step
+        parts = (plan.score_start, plan.score_parts, plan.first_blocks)
+        self.score(stream, query, records, rows.block_table, *parts, keys, scale)
+
     def attend(
         self, stream: int, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float
     ) -> None:
@@ -154,10 +160,10 @@ class Pipeline:
         scale: float,
     ) -> None:
         """Score, select and attend."""
-        table, start, lengths = rows.block_table, self.plan_of_step.score_start, self.plan_of_step.lengths
-        self.score(stream, query, records, table, start, rows.decode, keys, scale)
+        self.score_pages(stream, rows, query, records, keys, scale)
         if self.is_joint(rows.decode):
             self.select_attend(stream, rows, query, keys, values, output, scale)
         else:
-            self.select(stream, table, start, lengths, rows.decode)
+            plan = self.plan_of_step
+            self.select(stream, rows.block_table, plan.score_start, plan.lengths, rows.decode)
             self.attend(stream, rows, query, keys, values, output, scale)

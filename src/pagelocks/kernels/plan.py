@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .caches import Caches
 from .compiler import Kernel
+from .score import LEAST_PAGES
 from .shape import KernelShape
 
 THREADS = 1024
@@ -23,6 +24,10 @@ class Plan:
         Of the pages that a KV head attends.
     lengths : int32 (max_rows)
         The rows' lengths as planned; the other kernels go by these, whatever becomes of the step's own.
+    score_parts : int32 (score_parts, 8)
+        What each block of score gets, as `ScorePart` in common.cuh has it.
+    first_blocks : int32 (score_parts, 32)
+        Where its first pages lie.
     completed_start : int32 (max_rows + 1)
         Of the pages that the step completes.
     completed : int32 (max_completed)
@@ -30,7 +35,13 @@ class Plan:
     """
 
     def __init__(
-        self, shape: KernelShape, max_rows: int, max_completed: int, capacity: int, device: torch.device
+        self,
+        shape: KernelShape,
+        max_rows: int,
+        max_completed: int,
+        capacity: int,
+        score_parts: int,
+        device: torch.device,
     ) -> None:
         self.shape, self.capacity = shape, capacity
         self.score_start, self.attend_start, self.completed_start = (
@@ -38,8 +49,12 @@ class Plan:
         )
         self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.completed = torch.zeros(max_completed, dtype=torch.int32, device=device)
-        self._kernel = Kernel("plan", "plan_step", {}, "PPPPPPPPPqqiiiiiiiii", THREADS)
-        outputs = (self.score_start, self.attend_start, self.lengths, self.completed_start, self.completed)
+        self.score_parts = torch.zeros(score_parts, 8, dtype=torch.int32, device=device)
+        self.first_blocks = torch.zeros(score_parts, 32, dtype=torch.int32, device=device)
+        defines = {"SCORE_PARTS": score_parts, "LEAST_PAGES": LEAST_PAGES}
+        self._kernel = Kernel("plan", "plan_step", defines, "PPPPPPPPPPPqqiiiiiiiii", THREADS)
+        starts = (self.score_start, self.attend_start, self.lengths, self.completed_start)
+        outputs = (*starts, self.score_parts, self.first_blocks, self.completed)
         self._outputs = tuple(tensor.data_ptr() for tensor in outputs)
 
     def __call__(

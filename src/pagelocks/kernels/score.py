@@ -11,18 +11,25 @@ from .shape import KernelShape
 GROUP_PAGES = 8
 LEAST_PAGES = 16
 """Pages of a row that are worth a block of their own."""
+IN_FLIGHT = 24 << 10
+"""Bytes on their way to a block while each team works on a stage: more only crowd the memory's queues."""
 
 
 def warps_of(shape: KernelShape) -> tuple[int, int, int]:
-    """KV heads a block works on at a time, its warps, and stages of the ring that the warps of all its heads share."""
-    stage = GROUP_PAGES * shape.layout.record_bytes
-    # More than eight query heads need the registers of two warps.
-    most = min(16 if shape.group <= 8 else 8, (SHARED_MEMORY - 4096) // (2 * stage))
-    heads = min(shape.kv_heads, most)
-    while shape.kv_heads % heads:
-        heads -= 1
-    warps = heads * (most // heads)
-    return heads, warps, min(4, (SHARED_MEMORY - 4096) // (warps * stage))
+    """KV heads a block works on at a time, its warps that score, and stages of their ring."""
+    page = GROUP_PAGES * shape.layout.record_bytes
+    # One more copies: 13 warps have 128 registers, 8 have 255, which more than eight query heads need.
+    most = min(12 if shape.group <= 8 and shape.head_dim <= 128 else 7, (SHARED_MEMORY - 4096) // (2 * page))
+    divisors = [heads for heads in range(1, most + 1) if shape.kv_heads % heads == 0]
+    heads = max(divisors, key=lambda heads: (most // heads * heads, heads))
+    teams, stage = most // heads, heads * page
+    return heads, teams * heads, min(teams + -(-IN_FLIGHT // stage), (SHARED_MEMORY - 4096) // stage)
+
+
+def parts_of(shape: KernelShape, device: torch.device) -> int:
+    """Blocks that share the pages: with one for each set of KV heads, as many as the card has processors."""
+    columns = shape.kv_heads // warps_of(shape)[0]
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // columns)
 
 
 class Score:
@@ -42,10 +49,10 @@ class Score:
         self.subs = warps // heads
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
         defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages, "LEAST_PAGES": LEAST_PAGES}
-        shared = warps * stages * GROUP_PAGES * shape.layout.record_bytes
-        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPqqqqqqiif", 32 * warps, shared)
+        shared = stages * heads * GROUP_PAGES * shape.layout.record_bytes
+        self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPPPqqqqqqf", 32 * (warps + 1), shared)
         self._columns = shape.kv_heads // heads
-        self.parts = max(1, torch.cuda.get_device_properties(device).multi_processor_count // self._columns)
+        self.parts = parts_of(shape, device)
         self.log_mass = torch.empty(shape.kv_heads, capacity, shape.group, dtype=torch.float32, device=device)
         # Rows and blocks both follow the pages, so a block and a row it works on are at a slot of their own, their sum.
         self.slots = (self.parts + max_rows) * self.subs
@@ -59,7 +66,8 @@ class Score:
         records: Tensor,
         block_table: Tensor,
         start: Tensor,
-        rows: int,
+        parts: Tensor,
+        first_blocks: Tensor,
         keys: Tensor,
         scale: float,
     ) -> None:
@@ -70,7 +78,8 @@ class Score:
         query : (rows, kv_heads * group, head_dim), rows strided
         records : uint8 (blocks, pages a block, kv_heads, record_bytes), dense but for the first stride
         block_table : int32 (rows, blocks of a row)
-        start : int32 (rows + 1), from `Plan.score_start`
+        start, parts, first_blocks
+            From `Plan`: `score_start`, `score_parts`, `first_blocks`.
         keys : (blocks, block_size, kv_heads, head_dim)
             Whose pages attention reads next; their addresses are touched ahead.
         scale : float
@@ -82,6 +91,8 @@ class Score:
             records.data_ptr(),
             block_table.data_ptr(),
             start.data_ptr(),
+            parts.data_ptr(),
+            first_blocks.data_ptr(),
             self.log_mass.data_ptr(),
             self.partial.data_ptr(),
             keys.data_ptr(),
@@ -91,7 +102,5 @@ class Score:
             block_table.stride(0),
             self.capacity,
             self.slots,
-            rows,
-            self.parts,
             scale,
         )

@@ -33,6 +33,16 @@ DEVICE u16 float_to_half_up(float f) { u16 h; asm("cvt.rp.f16.f32 %0, %1;" : "=h
 DEVICE u32 floats_to_halves(float low, float high) {
   u32 h; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low)); return h;
 }
+DEVICE u32 low_twice(u32 h) {
+  u32 two; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(two) : "r"(h));
+  return two;
+}
+DEVICE u32 high_twice(u32 h) {
+  u32 two; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(two) : "r"(h));
+  return two;
+}
+DEVICE u32 subtract_halves(u32 a, u32 b) { u32 h; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(h) : "r"(a), "r"(b)); return h; }
+DEVICE u32 multiply_halves(u32 a, u32 b) { u32 h; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(h) : "r"(a), "r"(b)); return h; }
 DEVICE u32 floats_to_bf16s(float low, float high) {
   u32 h; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low)); return h;
 }
@@ -112,14 +122,38 @@ DEVICE int part_of(int total, int position, int parts) {
 DEVICE int parts_of(int total, int parts) { return min(parts, (total + LEAST_PAGES - 1) / LEAST_PAGES); }
 #endif
 
+// The pages that one block of score works on, worked out once a step: low ... high - 1 of all rows', which are rows row ...
+// limit - 1; of the first row, its pages page ... end - 1.  Nothing where row == limit.
+struct __align__(16) ScorePart {
+  int low, high, row, limit;
+  int page, end, unused[2];
+};
+
 // ---- global memory -------------------------------------------------------------------------------------------------
-// What every layer of a step reads: it should stay in L2 while a layer's weights pass through it.
-DEVICE int load_kept(const int* from) {
+// What every layer of a step reads or writes anew should stay in L2 while its keys and weights pass through it.
+DEVICE u64 keep_policy() {
   u64 policy;
-  int value;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(value) : "l"(from), "l"(policy) : "memory");
+  return policy;
+}
+DEVICE u64 pass_policy() {  // for what is read once
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE int load_kept(const int* from) {
+  int value;
+  asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(value) : "l"(from), "l"(keep_policy()) : "memory");
   return value;
+}
+DEVICE int4 load_kept(const int4* from) {
+  int4 all;
+  asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w) : "l"(from), "l"(keep_policy()) : "memory");
+  return all;
+}
+DEVICE void store_kept(float* to, float value, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "f"(value), "l"(policy) : "memory");
 }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -144,16 +178,19 @@ DEVICE void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
 // ---- clusters: shared memory of another block, and stores that count on an mbarrier there as they arrive ------------

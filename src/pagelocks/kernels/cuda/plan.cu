@@ -1,9 +1,12 @@
 // Plan: what one step asks of every layer, worked out once a step, on the device.
 //
 // For the rows of a step (decode rows first): which of them select pages (the others attend everything), running totals
-// of the pages to score and to attend, by which the other kernels share their work out evenly, and the list of pages
-// that the step completes.  Where their records will only be built after the step, they are marked as missing here, in
-// every layer: another row of the step that finds such a page in its table then reads it exactly.
+// of the pages to score and to attend, by which the other kernels share their work out evenly, what each block of score
+// gets of them, so that no layer has to look for it, and the list of pages that the step completes.  Where their records
+// will only be built after the step, they are marked as missing here, in every layer: another row of the step that finds
+// such a page in its table then reads it exactly.
+//
+// Needs: SCORE_PARTS, LEAST_PAGES (score's).
 
 struct Params {
   const int* lengths;        // (rows): tokens of each row after this step; 0 for padding
@@ -13,6 +16,8 @@ struct Params {
   int* attend_start;         // (decode_rows + 1): of pages to attend, a KV head
   int* planned_lengths;      // (rows): the lengths that the totals were made from
   int* completed_start;      // (rows + 1): of pages that this step completes
+  ScorePart* score_parts;    // (SCORE_PARTS)
+  int* first_blocks;         // (SCORE_PARTS, 32): physical blocks of each part's first 32 pages, of its first row
   int* completed;            // those pages, as physical pages, block * pages a block + page within it
   u8* const* records;        // (layers): each (blocks, pages a block, kv_heads, record_bytes)
   i64 table_stride, block_bytes;
@@ -82,6 +87,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_step(const __grid_con
     if (row < p.decode_rows) p.attend_start[row + 1] = end;
   }
   __syncthreads();
+  const int total = p.score_start[p.decode_rows], parts = parts_of(total, SCORE_PARTS);
+  for (int at = threadIdx.x; at < 32 * SCORE_PARTS; at += THREADS) {
+    const int part = at / 32, lane = at % 32;
+    ScorePart one = {};
+    int block = 0;
+    if (part < parts) {
+      one.low = part_begin(total, part, parts), one.high = part_begin(total, part + 1, parts);
+      one.row = row_of(p.score_start, p.decode_rows, one.low);
+      one.limit = row_of(p.score_start, p.decode_rows, one.high - 1) + 1;
+      const int first = p.score_start[one.row];
+      one.page = one.low - first, one.end = min(one.high, p.score_start[one.row + 1]) - first;
+      const int page = one.page + lane;
+      if (page < one.end) block = p.block_table[one.row * p.table_stride + page / p.pages_a_block];
+    }
+    p.first_blocks[at] = block;
+    if (lane == 0) p.score_parts[part] = one;
+  }
   for (int i = threadIdx.x; i < completed; i += THREADS) {
     int row = row_of(p.completed_start, p.rows, i);
     int computed = p.planned_lengths[row] - (p.query_starts[row + 1] - p.query_starts[row]);
