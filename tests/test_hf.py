@@ -19,6 +19,7 @@ import pagelocks.hf as hf  # noqa: E402
 import pagelocks.hf.pages as cached_pages  # noqa: E402
 import pagelocks.hf.session as sessions  # noqa: E402
 from pagelocks.hf.pages import CachedPages  # noqa: E402
+from pagelocks.summary import summarize  # noqa: E402
 
 VOCABULARY = 300
 
@@ -138,6 +139,20 @@ def test_a_cache_that_shrank_did_not_only_grow() -> None:
     pages.update(keys)
     with pytest.raises(ValueError, match=r"keys='3 complete pages after 5' is not allowed: a cache that only grows"):
         pages.update(keys[:, :, :60])
+
+
+@pytest.mark.parametrize("numbers", [1, 3 * 4096, 1 << 20])
+def test_pages_are_summarized_a_few_at_a_time(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, parts = torch.randn(2, 3, 10 * 16 + 5, 32), list[int]()
+    monkeypatch.setattr(cached_pages, "SUMMARIZED", numbers)
+    real = cached_pages.summarize
+    pages = CachedPages(LocksConfig(budget=64), keys)
+    monkeypatch.setattr(cached_pages, "summarize", lambda k, c: parts.append(k.shape[2]) or real(k, c))
+    pages.update(keys)
+    expected = summarize(keys[:, :, :160].unflatten(2, (10, 16)), LocksConfig(budget=64))
+    assert pages.summary().pack().equal(expected.pack())
+    most = max(1, numbers // (2 * 3 * 16 * 32))
+    assert sum(parts) == 10 and max(parts) == min(10, most)
 
 
 def test_pages_handed_on_are_not_summarized_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from test_hf import generate, make_model, prompt
 import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
-from pagelocks.eval import calibration, quality, ruler, tables
+from pagelocks.eval import calibration, quality, ruler, runner, tables
 from pagelocks.eval.loading import load_model
 from pagelocks.eval.probe import Probe
 from pagelocks.eval.prompt import Prompt, alike, encode, lengthen
@@ -69,6 +69,30 @@ def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None
         one_by_one = [Runner(model, methods, [stop]).run(row, 6)[method] for row in rows]
         for name in ("pages_read", "pages_skipped", "sparse_share"):
             assert getattr(answers, name) == [getattr(each, name)[0] for each in one_by_one], name
+
+
+@pytest.mark.parametrize("prefilled", [1, 250, 1000])
+def test_rows_that_are_prefilled_a_few_at_a_time(model: Any, prefilled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers and the same reads, and the cache is whole: each row's own."""
+    ids, methods = torch.cat([prompt(120, seed) for seed in range(5)]), [Method("locks", 64), Method("exact", 48)]
+    together = Runner(model, methods, []).run(ids, 6)
+    monkeypatch.setattr(runner, "PREFILLED", prefilled)
+    seen: list[tuple[int, ...]] = []
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **more: seen.append(tuple(ids.shape)) or real(ids, **more))
+    assert Runner(model, methods, []).run(ids, 6) == together
+    rows = max(1, prefilled // 120)
+    prefills = [shape for shape in seen if shape[1] > 1]
+    assert prefills == [(min(rows, 5 - first), 120) for first in range(0, 5, rows)]
+
+
+def test_selectors_that_learn_see_all_rows_a_chunk_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **more: seen.append(tuple(ids.shape)) or real(ids, **more))
+    monkeypatch.setattr(runner, "PREFILLED", 120)
+    Runner(model, [Method("h2o", 64)], [], chunk=50).run(torch.cat([prompt(120), prompt(120, 1)]), 3)
+    assert [shape for shape in seen if shape[1] > 1] == [(2, 50), (2, 50), (2, 20)]
 
 
 def test_a_model_with_windows_can_be_measured() -> None:
@@ -210,6 +234,29 @@ def test_a_run_goes_on_where_it_left_off(tokenizer: Any, tmp_path: Path, monkeyp
     more = quality.run(arguments(path, selector=["quest"], records=4), {**HEADER, "commit": "def"}, model, tokenizer)
     assert sum(count for count, _ in ran[calls:]) == 4 and len(more) == 9 + 4 + 1
     assert path.read_text().startswith(before) and [line["commit"] for line in more[9:]] == ["def"] * 5
+
+
+@pytest.mark.model
+def test_a_run_that_is_stopped_keeps_the_methods_that_were_through(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    path, decoded, decode = tmp_path / "run.jsonl", [], Runner._decode
+
+    def stopping(*given: Any) -> Any:
+        decoded.append(1)
+        if len(decoded) == 3:
+            raise KeyboardInterrupt
+        return decode(*given)
+
+    monkeypatch.setattr(Runner, "_decode", stopping)
+    some = arguments(path, records=1, selector=["locks", "exact", "quest"])
+    with pytest.raises(KeyboardInterrupt):
+        quality.run(some, HEADER, model, tokenizer)
+    kept = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [line["selector"] for line in kept] == ["dense", "locks"] and kept[1]["links"]
+    lines = quality.run(some, HEADER, model, tokenizer)
+    assert lines[:2] == kept and [line["selector"] for line in lines] == ["dense", "locks", "exact", "quest"]
 
 
 @pytest.mark.model

@@ -11,7 +11,7 @@ from .. import hf
 from ..config import LocksConfig
 from ..selectors import SELECTORS, Exact, Selector
 from ..selectors.groups import group_rule
-from .carriers import LEAST_MASS, Retention, carrier_pages, retrieval_heads
+from .carriers import LEAST_MASS, carrier_pages
 from .decode_record import DecodeRecord
 from .links import choose_pages, coverage, coverage_ratio, group_coverage_ratio, kept_pages, page_mass, summarize_heads
 from .prompt import Prompt
@@ -38,46 +38,57 @@ class Probe:
         # Row -> (step, method) -> what each layer adds: coverage by the choice and by the oracle's, (2, H, G); counts.
         self._coverage: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
         self._kept: list[dict[tuple[int, Method], list[Tensor]]] = [{} for _ in prompts]
-        self._looked: list[dict[tuple[int, int], Retention]] = [{} for _ in prompts]  # row -> (step, layer's place)
+        # Row -> (step, layer's place) -> exact mass on the carrier pages, (H, G).
+        self._looked: list[dict[tuple[int, int], Tensor]] = [{} for _ in prompts]
 
     def __call__(self, step: hf.SparseStep, selectors: dict[Method, Selector]) -> None:
-        """Look at one layer's step, of all rows."""
+        """Look at one layer's step, of all rows together."""
         number = self._seen[step.layer] = self._seen.get(step.layer, 0) + 1
         if number > self.steps:
             return
-        place = list(self._seen).index(step.layer)
-        exact = Exact().log_mass(step.query, step.source, step.scale)
+        rows, length, size = list(self.rows), step.keys.shape[-2], LocksConfig().page_size
         # A choice of each query head's own is no group's to compare.
         # Nor is everything, where a budget covers the sequence, a choice.
-        length, size = step.keys.shape[-2], LocksConfig().page_size
         asked = {
             method: each for method, each in selectors.items() if method.rule != "per-head" and length > method.budget
         }
-        estimates, known = dict[Method, Tensor](), dict[str, Tensor]()
+        if not asked:
+            return
+        records = [
+            DecodeRecord(
+                step.query[row], step.keys[row], step.values[row], step.scale, length, self.prompts[row].carriers
+            )
+            for row in rows
+        ]
+        mass = torch.stack([page_mass(record, size) for record in records])  # (R, H, G, pages)
+        nowhere = torch.zeros(mass.shape[-1], dtype=torch.bool, device=mass.device)
+        carriers = torch.stack([carrier_pages(each, size) if each.carriers else nowhere for each in records])
+        place = list(self._seen).index(step.layer)
+        looked = (mass * carriers[:, None, None]).sum(-1).cpu()
+        for at, row in enumerate(rows):
+            if self.prompts[row].carriers:
+                self._looked[row][number, place] = looked[at]
+        exact = Exact().log_mass(step.query, step.source, step.scale)[rows]
+        estimates, oracles = dict[str, Tensor](), dict[tuple[int, str], Tensor]()
         for method, selector in asked.items():
-            if method.selector in SELECTORS and method.selector in known:  # the same at any budget
-                estimates[method] = known[method.selector]
+            if method.selector in SELECTORS and method.selector in estimates:  # the same at any budget
+                estimate = estimates[method.selector]
             else:
-                estimates[method] = selector.log_mass(step.query, step.source, step.scale)
-                known[method.selector] = estimates[method]
-        for row in self.rows:
-            prompt = self.prompts[row]
-            tensors = step.query[row], step.keys[row], step.values[row]
-            seen = DecodeRecord(*tensors, step.scale, length, prompt.carriers)
-            mass = page_mass(seen, size)
-            carriers = carrier_pages(seen, size) if prompt.carriers else None
-            for method, estimate in estimates.items():
-                key, rule = (number, method), group_rule(method.rule)
-                ours, oracle = (choose_pages(m[row], length, method.config, rule) for m in (estimate, exact))
-                held = torch.stack([coverage(mass, ours), coverage(mass, oracle)])
-                self._coverage[row].setdefault(key, []).append(held.cpu())
-                if carriers is not None:
-                    kept, best = (kept_pages(pages, len(carriers))[:, carriers] for pages in (ours, oracle))
-                    counts = [(kept & best).sum(), best.sum(), kept.sum(), torch.tensor(kept.numel())]
-                    self._kept[row].setdefault(key, []).append(torch.tensor([int(count) for count in counts]))
-                    looked = mass[..., carriers].sum(-1).cpu()
-                    retention = Retention(best.all(-1).cpu(), best.double().mean(-1).cpu(), looked)
-                    self._looked[row][number, place] = retention
+                estimate = estimates[method.selector] = selector.log_mass(step.query, step.source, step.scale)[rows]
+            rule = group_rule(method.rule)
+            ours = choose_pages(estimate, length, method.config, rule)
+            budget = method.budget, method.rule
+            if budget not in oracles:
+                oracles[budget] = choose_pages(exact, length, method.config, rule)
+            oracle = oracles[budget]
+            held = torch.stack([coverage(mass, ours), coverage(mass, oracle)], 1).cpu()  # (R, 2, H, G)
+            kept, best = (kept_pages(pages, mass.shape[-1]) & carriers[:, None] for pages in (ours, oracle))
+            pairs = carriers.sum(-1) * kept.shape[1]
+            counts = torch.stack([(kept & best).sum((1, 2)), best.sum((1, 2)), kept.sum((1, 2)), pairs], -1).cpu()
+            for at, row in enumerate(rows):
+                self._coverage[row].setdefault((number, method), []).append(held[at])
+                if self.prompts[row].carriers:
+                    self._kept[row].setdefault((number, method), []).append(counts[at])
 
     def links(self, row: int, method: Method, tokens: int) -> dict[str, float] | None:
         """Over layers, KV heads and the steps of an answer of so many tokens.
@@ -115,8 +126,8 @@ class Probe:
 
     def _retrieval(self, row: int, tokens: int) -> Tensor:
         """bool (layers, H, G), in the order in which layers were seen."""
-        layers: dict[int, list[Retention]] = {}
-        for (number, place), retention in self._looked[row].items():
+        layers: dict[int, list[Tensor]] = {}
+        for (number, place), mass in self._looked[row].items():
             if number <= tokens:
-                layers.setdefault(place, []).append(retention)
-        return torch.stack([retrieval_heads(layers[place], LEAST_MASS) for place in sorted(layers)])
+                layers.setdefault(place, []).append(mass)
+        return torch.stack([torch.stack(layers[place]).mean(0) >= LEAST_MASS for place in sorted(layers)])

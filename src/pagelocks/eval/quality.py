@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -38,27 +39,26 @@ LINE = ("task", "context", "index", "selector", "budget", "rule")
 
 
 def lines_of(
-    answers: dict[Method, Answers],
+    method: Method,
+    answers: Answers,
+    dense: Answers,
     prompts: Sequence[Prompt],
     tokenizer: Any,
     probe: Probe,
-    shared: dict[Method, dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """One line a record and method, for the file; `shared` is in all of a method's."""
-    for method, answer in answers.items():
-        for row, prompt in enumerate(prompts):
-            record = prompt.record
-            said = tokenizer.decode(answer.tokens[row], skip_special_tokens=True)
-            line = {"task": record.task, "context": prompt.context, "index": record.index, "selector": method.selector}
-            line |= {"budget": method.budget, "rule": method.rule, "score": prompt.score(said), "answer": said}
-            line |= {"prompt_tokens": len(prompt.token_ids), **prompt.about}
-            line |= {
-                "pages_read": answer.pages_read[row],
-                "pages_skipped": answer.pages_skipped[row],
-                "sparse_share": answer.sparse_share[row],
-            }
-            links = probe.links(row, method, len(answers[DENSE].tokens[row]))
-            yield line | {"links": links} | shared[method]
+    """One line a record, for the file; `dense` says for how many steps there are links."""
+    for row, prompt in enumerate(prompts):
+        record = prompt.record
+        said = tokenizer.decode(answers.tokens[row], skip_special_tokens=True)
+        line = {"task": record.task, "context": prompt.context, "index": record.index, "selector": method.selector}
+        line |= {"budget": method.budget, "rule": method.rule, "score": prompt.score(said), "answer": said}
+        line |= {"prompt_tokens": len(prompt.token_ids), **prompt.about}
+        line |= {
+            "pages_read": answers.pages_read[row],
+            "pages_skipped": answers.pages_skipped[row],
+            "sparse_share": answers.sparse_share[row],
+        }
+        yield line | {"links": probe.links(row, method, len(dense.tokens[row]))}
 
 
 def page_bytes(selector: Selector, model: Any) -> float:
@@ -202,6 +202,21 @@ def run(
         shared[method] = {"page_bytes": number, "commit": header.get("commit")}
         if method.selector in CALIBRATED_SELECTORS:
             shared[method]["calibration"] = digest
+
+    def write_lines(
+        file: TextIO, prompts: Sequence[Prompt], probe: Probe, dense: list[Answers], method: Method, answers: Answers
+    ) -> None:
+        dense.append(answers)  # dense attention's are the first
+        for line in lines_of(method, answers, dense[0], prompts, tokenizer, probe):
+            line |= shared[method]
+            if line["task"] in sources:
+                line["source"] = sources[line["task"]].digest
+            if key_of(line) not in held:
+                held.add(key_of(line))
+                done.append(line)
+                file.write(json.dumps(line) + "\n")
+        file.flush()
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress, path.open("a") as file:
         bar = progress.add_task("", total=len(arguments.context) * sum(counts.values()))
@@ -219,14 +234,7 @@ def run(
                 probe = Probe(prompts, arguments.link_steps, rows)
                 look = probe if arguments.link_steps and rows else None
                 most = arguments.new_tokens or prompts[0].new_tokens
-                answers = runner.run(ids, most, look, some, short=name in sources)
-                for line in lines_of(answers, prompts, tokenizer, probe, shared):
-                    if name in sources:
-                        line["source"] = sources[name].digest
-                    if key_of(line) not in held:
-                        held.add(key_of(line))
-                        done.append(line)
-                        file.write(json.dumps(line) + "\n")
-                file.flush()
+                write = partial(write_lines, file, prompts, probe, [])
+                runner.run(ids, most, look, some, short=name in sources, each=write)
                 progress.advance(bar, len(prompts))
     return done

@@ -26,6 +26,8 @@ from .prompt import LEAST_BUDGET
 
 REPEATED = 2048
 """Prompt tokens that are repeated at a time, each time after the whole prompt, as KVzip does."""
+PREFILLED = 300_000
+"""Prompt tokens that are prefilled at a time: rows are many where prompts are short."""
 RESUMED = 8
 """Tokens before them that a later part begins with, so that the model knows where to go on."""
 
@@ -138,7 +140,7 @@ class Runner:
     model : a causal Transformers model, on its device
     methods : without dense, which always runs
     stop : token ids that end an answer
-    chunk : tokens of a prefill's part
+    chunk : tokens of a prefill's part, where a selector learns from it; without one, prompts go whole
     calibration : for Loki and TriAttention
     request : token ids between a prompt and its repetition, for KVzip: `calibration.repetition_request`
     """
@@ -174,6 +176,7 @@ class Runner:
         methods: Sequence[Method] | None = None,
         watch: Callable[[Method, hf.SparseStep], None] | None = None,
         short: bool = False,
+        each: Callable[[Method, Answers], None] | None = None,
     ) -> dict[Method, Answers]:
         """Answer a batch.
 
@@ -185,6 +188,7 @@ class Runner:
         methods : of those given to the constructor; all by default
         watch : called in each layer at each step that a method decodes
         short : allow prompts that a budget covers; steps are dense until the sequence outgrows it
+        each : called with dense's answers, then with each method's, as they come
 
         Returns
         -------
@@ -209,7 +213,7 @@ class Runner:
             return ensemble.members
 
         with torch.inference_mode():
-            cache, first = self._prefill(prompts)
+            cache, first = self._prefill(prompts, chosen)
             if any(method.selector in REPEATING_SELECTORS for method in chosen):
                 self._repeat(session, cache, prompts)
             learnt = {
@@ -223,6 +227,8 @@ class Runner:
             nothing = [0] * len(prompts)
             said = self._decode(cache, first, new_tokens, _Reads(len(prompts), LocksConfig()))
             results = {Method("dense"): Answers(said, nothing, nothing, [None] * len(prompts))}
+            if each is not None:
+                each(Method("dense"), results[Method("dense")])
             for method in chosen:
                 reads = _Reads(len(prompts), method.config)
                 session = hf.attach(
@@ -243,18 +249,40 @@ class Runner:
                     found = f"{counts.rows_dense} dense rows, {counts.pages_skipped} pages skipped"
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
                 results[method] = reads.answers(said, len(learnt))
+                if each is not None:
+                    each(method, results[method])
         return results
 
-    def _prefill(self, prompts: Tensor) -> tuple[Any, Tensor]:
-        """The cache of the prompts, and the token after each, int64 (rows,)."""
+    def _learns(self, method: Method) -> bool:
+        layer = 0 if self.calibration is None else min(self.calibration.bases)
+        return method.selector in REPEATING_SELECTORS or observes(self.selector(method, layer))
+
+    def _prefill(self, prompts: Tensor, methods: Sequence[Method]) -> tuple[Any, Tensor]:
+        """The cache of the prompts, and the token after each, int64 (rows,).
+
+        Selectors that learn see all rows, a chunk at a time.  Otherwise some rows go whole, which a GPU does several
+        times as fast: attention needs no mask.
+        """
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self.model.config)
-        logits = None
-        for part in torch.split(prompts, self.chunk, 1):
-            logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        assert logits is not None
-        return cache, logits[:, -1].argmax(-1)
+        rows, tokens = prompts.shape
+        learning = any(map(self._learns, methods))
+        at_once, width = (rows, self.chunk) if learning else (max(1, PREFILLED // tokens), tokens)
+        caches, first = [], []
+        for some in torch.split(prompts, at_once):
+            cache, logits = DynamicCache(config=self.model.config), None
+            for part in torch.split(some, width, 1):
+                logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            assert logits is not None
+            caches.append(cache)
+            first.append(logits[:, -1].argmax(-1))
+        whole, *others = caches
+        for number, layer in enumerate(whole.layers if others else ()):
+            for name in ("keys", "values"):
+                setattr(layer, name, torch.cat([getattr(cache.layers[number], name) for cache in caches]))
+                for cache in others:
+                    setattr(cache.layers[number], name, None)  # not held twice for long
+        return whole, torch.cat(first)
 
     def _pages(self, cache: Any, layers: Iterable[int], summarized: bool) -> dict[int, CachedPages]:
         """The prompts' complete pages in each layer, for all methods; summarized, if one of them asks for that."""

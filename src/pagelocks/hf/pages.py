@@ -8,6 +8,8 @@ from torch import Tensor
 from ..config import LocksConfig, reject
 from ..summary import PageSummary, summarize
 
+SUMMARIZED = 1 << 25
+"""Numbers of keys that are summarized at a time, which takes some hundred bytes for each."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,8 +82,9 @@ class CachedPages:
             records = self._records.new_zeros(*self._keys.shape[:3], self._records.shape[-1])
             known = min(records.shape[2], self._records.shape[2])
             records[:, :, :known] = self._records[:, :, :known]
-            stale = self._stale.nonzero().squeeze(-1)
-            records[:, :, stale] = summarize(self._keys[:, :, stale], self._config).pack()
+            each = self._keys[:, :, :1].numel()
+            for stale in torch.split(self._stale.nonzero().squeeze(-1), max(1, SUMMARIZED // max(1, each))):
+                records[:, :, stale] = summarize(self._keys[:, :, stale], self._config).pack()
             self._records, self._stale = records, torch.zeros_like(self._stale)
             self._summary = PageSummary.unpack(records, self._keys.shape[-1], self._config)
         return self._summary
