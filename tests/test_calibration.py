@@ -13,7 +13,7 @@ from pagelocks.eval import calibration, runner
 from pagelocks.eval.calibration import calibration_text, measure, repetition_request, rope_of
 from pagelocks.eval.chat import first_turn, next_turn
 from pagelocks.eval.runner import Method, Runner
-from pagelocks.selectors import KVzip, Loki, TriAttention, make_selector
+from pagelocks.selectors import KVzip, LocksCentred, Loki, TriAttention, make_selector
 from pagelocks.selectors.loki import calibrate
 
 
@@ -41,6 +41,7 @@ def test_a_calibration_is_of_the_keys_and_queries_of_its_text(model: Any) -> Non
     for layer in range(3):
         keys = torch.cat([cache.layers[layer].keys[0] for cache in caches], -2)
         torch.testing.assert_close(found.bases[layer].abs(), calibrate(keys).abs(), rtol=0, atol=2e-3)
+        torch.testing.assert_close(found.mean_keys[layer], keys.mean(-2), rtol=1e-4, atol=1e-5)
         # Queries before RoPE, (tokens, 6 heads of size 32), first half real: no rotation to be undone here.
         plain = torch.cat(upright[layer]).unflatten(-1, (2, 3, 32)).double()
         number = torch.complex(plain[..., :16], plain[..., 16:])
@@ -49,6 +50,8 @@ def test_a_calibration_is_of_the_keys_and_queries_of_its_text(model: Any) -> Non
     assert model.config._attn_implementation == "sdpa"  # detached again
     loki, other = (found.selector("loki", layer, LocksConfig()) for layer in (0, 1))
     assert isinstance(loki, Loki) and not torch.equal(loki._components, other._components)
+    centred = found.selector("locks-centred", 1, LocksConfig())
+    assert isinstance(centred, LocksCentred) and centred._mean is found.mean_keys[1]
     assert isinstance(found.selector("triattention", 2, LocksConfig(budget=64)), TriAttention)
     with pytest.raises(ValueError, match=r"layer=7 is not allowed: it was calibrated for \[0, 1, 2\]"):
         found.selector("loki", 7, LocksConfig())

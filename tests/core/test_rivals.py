@@ -15,6 +15,7 @@ from pagelocks.selectors import (
     Centroid,
     Exact,
     Locks,
+    LocksCentred,
     Loki,
     Quest,
     Random,
@@ -32,6 +33,7 @@ from .rivals import INF, SCALE, Pages, basis_of, log_sum_exp, observed, rows
 
 # Each with an instance for 3 KV heads of size 32 and pages of 16.
 RIVALS = {
+    "locks-centred": lambda: LocksCentred(normal(8, 3, 32)),
     "loki": lambda: Loki(basis_of(9, 3, 32), 8),
     "shadowkv": lambda: ShadowKV(make_config(budget_pages=16)),
     "rocketkv": lambda: RocketKV(make_config()),
@@ -91,7 +93,7 @@ def test_the_largest_keys_break_nothing(name):
 def test_registries():
     assert SELECTORS["second-moment"] is SecondMoment
     assert SEQUENCE_SELECTORS["shadowkv"] is ShadowKV and SEQUENCE_SELECTORS["rocketkv"] is RocketKV
-    assert CALIBRATED_SELECTORS["loki"] is Loki
+    assert CALIBRATED_SELECTORS["loki"] is Loki and CALIBRATED_SELECTORS["locks-centred"] is LocksCentred
     assert not set(SELECTORS) & (set(SEQUENCE_SELECTORS) | set(CALIBRATED_SELECTORS))
     assert SEQUENCE_SELECTORS["shadowkv"](make_config(budget_pages=32)).outliers == 6
     assert observes(RocketKV()) and not observes(ShadowKV()) and not observes(Locks())
@@ -110,11 +112,37 @@ BYTES = {
 }
 
 
+def test_centred_locks_is_locks_on_keys_less_the_mean():
+    """In a loop: the records of the moved keys, and what the mean key adds to all pages' logits."""
+    mean = normal(0, 3, 32)
+    mean[:, 4] = 200.0
+    keys = normal(1, 3, 9, 16, 32) + mean[:, None, None]
+    query = normal(2, 3, 4, 32)
+    mass = LocksCentred(mean).log_mass(query, Pages(keys), SCALE)
+    exact, plain = exact_log_mass(query, keys, SCALE), Locks().log_mass(query, Pages(keys), SCALE)
+    for head in range(3):
+        moved = Locks().log_mass(query[head], Pages(keys[head] - mean[head]), SCALE)
+        expected = moved.double() + (query[head].double() @ mean[head].double())[:, None] * SCALE
+        # Deviations are rounded in units of each page's own power of two: alike, not bit by bit.
+        torch.testing.assert_close(mass[head].double(), expected, rtol=0, atol=0.05)
+    assert (mass - exact).abs().mean() < (plain - exact).abs().mean() / 2
+
+
+def test_a_mean_key_of_another_layer_is_refused():
+    assert_rejected(lambda: LocksCentred(normal(0, 2, 3, 32)), "mean.shape", "(kv_heads, head_dim)")
+    assert_rejected(lambda: LocksCentred(torch.full((3, 32), INF)), "mean", "finite keys")
+    query = normal(1, 2, 4, 32)
+    assert_rejected(
+        lambda: LocksCentred(normal(0, 3, 32)).log_mass(query, Pages(normal(2, 2, 5, 16, 32)), 1.0), "query.shape"
+    )
+
+
 def test_page_bytes():
     for selector, expected in BYTES.items():
         assert selector().page_bytes(128) == expected, selector
     assert Exact().page_bytes(64, 32, 4) == 64 * 32 * 4 and Quest().page_bytes(64, 32, 4) == 512
     assert Centroid().page_bytes(64, 32, 4) == ShadowKV().page_bytes(64, 32, 4) == 256
+    assert LocksCentred(normal(0, 2, 128)).page_bytes(128) == 832
     assert Loki(basis_of(0, 2, 128)).page_bytes(128) == 32 * 16 * 2
     assert Loki(basis_of(0, 2, 64), 26).page_bytes(64, 8, 4) == 26 * 8 * 4
     assert RocketKV(channels=48).page_bytes(128, 16, 4) == 192 and RocketKV(channels=48).page_bytes(32) == 64

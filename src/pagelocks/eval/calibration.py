@@ -1,8 +1,8 @@
-"""What Loki and TriAttention are given beforehand, and what KVzip is told: from text that no record holds.
+"""What calibrated selectors are given beforehand, and what KVzip is told: from text that no record holds.
 
-Loki gets a basis for each layer and KV head, TriAttention the model's frequencies and each query head's mean query.
-Both come from RULER records of `TASKS`, made with another seed than the run's, so that text of the tasks' kind, though
-none of their own, has been seen.
+Loki gets a basis for each layer and KV head, TriAttention the model's frequencies and each query head's mean query,
+centred LOCKS each KV head's mean key.  All come from RULER records of `TASKS`, made with another seed than the run's, so
+that text of the tasks' kind, though none of their own, has been seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor
 
 from .. import hf
 from ..config import LocksConfig, reject
-from ..selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, Exact, Loki, PageSource, Selector, TriAttention
+from ..selectors import (
+    CALIBRATED_SELECTORS,
+    REPEATING_SELECTORS,
+    Exact,
+    LocksCentred,
+    Loki,
+    PageSource,
+    Selector,
+    TriAttention,
+)
 from ..selectors import make_selector as make_plain
 from ..selectors.loki import calibrate
 from ..selectors.triattention import query_means
@@ -60,11 +69,13 @@ class Calibration:
     bases : fp32 (kv_heads, d, d), as `loki.calibrate` makes them
     means : complex and real (kv_heads, G, d / 2), as `triattention.query_means` makes them; empty without frequencies
     frequencies : (d / 2), the model's, or None where TriAttention does not know its kind of RoPE
+    mean_keys : fp32 (kv_heads, d)
     """
 
     bases: dict[int, Tensor]
     means: dict[int, tuple[Tensor, Tensor]]
     frequencies: Tensor | None
+    mean_keys: dict[int, Tensor]
 
     def selector(self, name: str, layer: int, config: LocksConfig) -> Selector:
         """A calibrated selector for one layer of one batch."""
@@ -72,6 +83,8 @@ class Calibration:
             raise reject("layer", layer, f"it was calibrated for {sorted(self.bases)}", "Calibrate on this model.")
         if name == "loki":
             return Loki(self.bases[layer])
+        if name == "locks-centred":
+            return LocksCentred(self.mean_keys[layer])
         if name == "triattention":
             if self.frequencies is None:
                 allowed = "RoPE over the whole head, one kind for all layers, keys not rescaled"
@@ -111,9 +124,11 @@ def measure(model: Any, sequences: Sequence[Sequence[int]]) -> Calibration:
                 model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
     finally:
         hf.detach(model)
-    bases = {layer: calibrate(torch.cat(each.keys, -2)) for layer, each in listeners.items()}
+    keys = {layer: torch.cat(each.keys, -2) for layer, each in listeners.items()}
+    bases = {layer: calibrate(each) for layer, each in keys.items()}
+    mean_keys = {layer: each.double().mean(-2).float() for layer, each in keys.items()}
     means = {layer: _joined(each.means) for layer, each in listeners.items() if each.means}
-    return Calibration(bases, means, frequencies)
+    return Calibration(bases, means, frequencies, mean_keys)
 
 
 def _joined(means: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from .h2o import H2O
 from .kvzip import KVzip
 from .lazyeviction import LazyEviction
 from .locks import Locks
+from .locks_centred import LocksCentred
 from .loki import Loki
 from .quest import Quest
 from .random import Random
@@ -44,6 +45,7 @@ SEQUENCE_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
 """Name -> a selector that depends on the budget or observes: one instance for one layer of one batch."""
 
 CALIBRATED_SELECTORS: dict[str, Callable[..., Selector]] = {
+    "locks-centred": LocksCentred,
     "loki": Loki,
     "triattention": TriAttention,
 }
@@ -81,6 +83,7 @@ __all__ = [
     "KVzip",
     "LazyEviction",
     "Locks",
+    "LocksCentred",
     "Loki",
     "Observer",
     "PageSource",
