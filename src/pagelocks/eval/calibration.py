@@ -1,8 +1,8 @@
 """What calibrated selectors are given beforehand, and what KVzip is told: from text that no record holds.
 
 Loki gets a basis for each layer and KV head, TriAttention the model's frequencies and each query head's mean query,
-centred LOCKS each KV head's mean key.  All come from RULER records of `TASKS`, made with another seed than the run's, so
-that text of the tasks' kind, though none of their own, has been seen.
+centred LOCKS each KV head's mean key.  All come from RULER records of `TASKS`, made with another seed than the run's,
+so that text of the tasks' kind, though none of their own, has been seen.
 """
 
 from __future__ import annotations
