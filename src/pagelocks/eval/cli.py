@@ -14,6 +14,7 @@ from ..selectors.groups import GROUP_RULES
 from . import ruler
 from .figures.cli import add_figure
 from .loading import check_output, device_of, load_model, load_tokenizer, need_transformers
+from .overview import add_overview
 from .prompt import read_data
 from .report import add_report
 from .tables import read_run, summaries, summary_table
@@ -32,6 +33,7 @@ def add_eval(commands: Any, **shape: Any) -> None:
     table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `pagelocks eval run` wrote")
     table.add_argument("--output", type=Path, metavar="FILE", help="write them as JSON, a list of objects")
     table.set_defaults(run=run_table, prog="pagelocks eval table")
+    add_overview(actions, **shape)
     add_report(actions, **shape)
     for command in actions.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,10 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
             values = [line["links"][name] for line in records.values() if line["links"] and name in line["links"]]
             about[name] = round(sum(values) / len(values), 4) if values else None
         read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
-        sparse = [line["sparse_share"] for line in records.values() if line.get("sparse_share") is not None]
-        about["sparse_share"] = round(sum(sparse) / len(sparse), 4) if sparse else None
         about["pages_read_share"] = round(read / (read + skipped), 4) if read + skipped else None
         if selector != "dense":
-            about["against_dense"] = _against(records, cells.get((task, context, "dense", 0, "share"), {}))
-            about["against_exact"] = _against(records, cells.get((task, context, "exact", budget, rule), {}))
+            about["against_dense"] = against(records, cells.get((task, context, "dense", 0, "share"), {}))
+            about["against_exact"] = against(records, cells.get((task, context, "exact", budget, rule), {}))
         found.append(about)
     return found
 
@@ -149,7 +147,8 @@ def _interval(scores: Sequence[float]) -> tuple[float | None, float | None]:
     return interval.low, interval.high
 
 
-def _against(ours: dict[int, Line], theirs: dict[int, Line]) -> Line | None:
+def against(ours: Mapping[Any, Line], theirs: Mapping[Any, Line]) -> Line | None:
+    """Mean difference on the records that both have, with interval and permutation test; None for fewer than two."""
     shared = sorted(set(ours) & set(theirs))
     if len(shared) < 2:
         return None
