@@ -215,8 +215,18 @@ def test_a_mean_key_keeps_a_centroid_s_steps_small() -> None:
     mean[:, 5] = 300.0
     found = dict(ladder.representations(pages, torch.eye(64).expand(2, -1, -1), mean, 8))
     centroid = pages.mean(-2)
-    plain, less = ((found[name].mean(-2) - centroid).abs().max() for name in ("page", "page, less a mean key"))
-    assert less < 0.05 < 0.5 < plain
+    names = ("page", "page, less a mean key", "page, rotated")
+    plain, less, rotated = ((found[name].mean(-2) - centroid).abs().max() for name in names)
+    assert less < 0.05 < 0.5 < plain and rotated < plain
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+def test_a_rotation_changes_no_logit(head_dim: int) -> None:
+    turn = stored.rotation(head_dim).double()
+    assert turn.shape == (head_dim, head_dim) and turn.equal(turn.mT)
+    torch.testing.assert_close(turn @ turn, torch.eye(head_dim, dtype=torch.float64), rtol=0, atol=1e-6)
+    spread = (turn != 0).sum(-1)
+    assert spread.unique().tolist() == [{80: 16, 96: 32}.get(head_dim, head_dim)]
 
 
 def test_precision_is_locks_at_four_bits_and_falls_with_bits(seen: Any) -> None:

@@ -1,8 +1,8 @@
 """The error ladder: from logits to the output, link by link, for a page's own basis and what it is measured against.
 
-Representations of keys have logits: the page's basis as stored (int4, int8), the same with the centroid stored less the
-mean key of the KV head in other text, and unquantised, a sequence's and a calibrated basis at the same bytes (see
-`stored`), and the centroid.  Selectors without reconstructed keys start at the
+Representations of keys have logits: the page's basis as stored (int4, int8), the same of rotated keys, the same with the
+centroid stored less the mean key of the KV head in other text, and unquantised, a sequence's and a calibrated basis at
+the same bytes (see `stored`), and the centroid.  Selectors without reconstructed keys start at the
 log-mass.  Errors are against exact attention on the same record; the choices are at the same budget.
 """
 
@@ -33,7 +33,7 @@ from ..links import (
 from ..outputs import output_bound, output_error, value_radius
 from .means import Means, Row
 from .scope import PAGE_SIZE, calibrated_bases, whole_pages
-from .stored import matched_rank, page_keys, shared_keys, stored_bytes
+from .stored import matched_rank, page_keys, rotation, shared_keys, stored_bytes
 
 if TYPE_CHECKING:  # it needs Transformers, and the command line does not
     from ..capture import Captured
@@ -59,6 +59,8 @@ def representations(pages: Tensor, calibrated: Tensor, mean: Tensor, rank: int) 
     yield "page", page_keys(pages, rank)
     mean = mean[:, None, None]
     yield "page, less a mean key", page_keys(pages - mean, rank) + mean
+    turn = rotation(head_dim).to(pages.device)
+    yield "page, rotated", page_keys(pages.float() @ turn, rank) @ turn
     yield "page, unquantised", summarize(pages, unquantised(rank, PAGE_SIZE)).keys()
     yield "sequence, same bytes", shared_keys(pages, shared_basis([pages], own_rank))
     yield "global, same bytes", shared_keys(pages, calibrated[..., :global_rank])

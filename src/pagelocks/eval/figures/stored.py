@@ -55,6 +55,16 @@ def page_keys(pages: Tensor, rank: int) -> Tensor:
     return summarize(pages, LocksConfig(3 * size, rank, size)).keys()
 
 
+def rotation(head_dim: int) -> Tensor:
+    """fp32 (d, d), symmetric and orthogonal: Hadamard matrices, of the largest power of two that divides d, on the
+    diagonal.  Keys and queries that are both multiplied by it have the logits they had, and no channel stands out."""
+    size = head_dim & -head_dim
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.block_diag(*[matrix / size**0.5] * (head_dim // size))
+
+
 def shared_keys(pages: Tensor, basis: Tensor) -> Tensor:
     """What a shared basis (H, d, r) stores of pages (H, P, B, d), by the rounding that LOCKS uses -> fp32.
 
