@@ -1,8 +1,8 @@
 """The error ladder: from logits to the output, link by link, for a page's own basis and what it is measured against.
 
-Representations of keys have logits: the page's basis as stored (int4, int8), the same of rotated keys, the same with the
-centroid stored less the mean key of the KV head in other text, and unquantised, a sequence's and a calibrated basis at
-the same bytes (see `stored`), and the centroid.  Selectors without reconstructed keys start at the
+Representations of keys have logits: the page's basis as stored (int4, int8), the same of rotated keys, the same with
+the centroid stored less the mean key of the KV head in other text, and unquantised, a sequence's and a calibrated basis
+at the same bytes (see `stored`), and the centroid.  Selectors without reconstructed keys start at the
 log-mass.  Errors are against exact attention on the same record; the choices are at the same budget.
 """
 

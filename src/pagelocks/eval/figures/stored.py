@@ -62,7 +62,7 @@ def rotation(head_dim: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return torch.block_diag(*[matrix / size**0.5] * (head_dim // size))
+    return torch.kron(torch.eye(head_dim // size), matrix / size**0.5)
 
 
 def shared_keys(pages: Tensor, basis: Tensor) -> Tensor:
