@@ -46,6 +46,12 @@ def test_means_are_over_the_tasks_that_dense_attention_solves() -> None:
     assert means_table(list(found.values())).row_count == 5
 
 
+def test_a_method_that_lacks_records_is_left_out() -> None:
+    lines = [*cell("a", "dense", 0, [1, 1, 0, 0]), *cell("a", "locks", 64, [1]), *cell("a", "exact", 64, [1, 1, 0, 1])]
+    assert [row["selector"] for row in means(lines, solved=50)] == ["dense", "exact"]
+    assert floors(lines, solved=50)[0]["floors"] == {"exact": 64}
+
+
 def test_a_floor_holds_at_all_larger_budgets() -> None:
     a, b = floors(LINES)
     assert (a["task"], a["dense"], a["n"]) == ("a", 100, 4)
@@ -66,5 +72,10 @@ def test_the_command_joins_files_of_one_model(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((tmp_path / "out.json").read_text()) == [result]
     assert main(["eval", "overview", *files]) == 0
     assert "budget floors" in capsys.readouterr().out
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(each) + "\n" for each in [HEADER | {"seed": 8}, *LINES[:12]]))
+    assert main(["eval", "overview", *files, str(other), "--json"]) == 0
+    apart = json.loads(capsys.readouterr().out)
+    assert [each["seed"] for each in apart] == [7, 8] and apart[0] == result
     assert main(["eval", "overview", *files, "--within", "-1"]) != 0
     assert "--within=-1.0 is not allowed: points, 0 to 100" in capsys.readouterr().err

@@ -95,6 +95,22 @@ def test_selectors_that_learn_see_all_rows_a_chunk_at_a_time(model: Any, monkeyp
     assert [shape for shape in seen if shape[1] > 1] == [(2, 50), (2, 50), (2, 20)]
 
 
+@pytest.mark.parametrize("name", ["Gemma3Text", "Lfm2"])
+def test_windows_and_other_states_are_prefilled_in_chunks_of_all_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["sliding_attention", "full_attention"] if name == "Gemma3Text" else ["conv", "full_attention"]
+    mixed = make_model(name, layer_types=[*kinds, kinds[0]], sliding_window=32)
+    ids, methods = torch.cat([prompt(120), prompt(120, 1)]), [Method("locks", 64)]
+    seen: list[tuple[int, ...]] = []
+    real = mixed.forward
+    monkeypatch.setattr(mixed, "forward", lambda ids, **more: seen.append(tuple(ids.shape)) or real(ids, **more))
+    monkeypatch.setattr(runner, "PREFILLED", 1)
+    answers = Runner(mixed, methods, [], chunk=50).run(ids, 4)
+    assert [shape for shape in seen if shape[1] > 1] == [(2, 50), (2, 50), (2, 20)]
+    assert all(len(tokens) == 4 for tokens in answers[methods[0]].tokens)
+
+
 def test_a_model_with_windows_can_be_measured() -> None:
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     gemma = make_model("Gemma3Text", layer_types=layers, sliding_window=32)

@@ -58,6 +58,24 @@ def test_score(numbers: tuple[Any, ...], size: float) -> None:
     check_scores(case, pipeline)
 
 
+@pytest.mark.parametrize("numbers", SHAPES, ids=IDS)
+def test_score_goes_round_its_ring(numbers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block has all pages: every stage is filled again and again, every barrier's phase turns."""
+    from pagelocks.kernels import pipeline as made_of
+    from pagelocks.kernels import score
+
+    for module in (made_of, score):
+        monkeypatch.setattr(module, "parts_of", lambda *_: 1)
+    shape = shape_of(numbers)
+    heads, warps, stages = score.warps_of(shape)
+    rounds = 3 * stages * (warps // heads)
+    case = make_case(shape, [rounds * 8 * 16, 300, 4000, 160], 11)
+    pipeline = planned(case)
+    assert pipeline.score.parts == 1
+    pipeline.score_pages(stream(), case.rows, case.query, case.records, case.keys, case.scale)
+    check_scores(case, pipeline)
+
+
 def test_score_of_extreme_logits() -> None:
     """Where exponentials overflow without their maximum, the group is computed again with it."""
     case = make_case(shape_of(SHAPES[0]), [4000, 300], 5, size=60.0)

@@ -3,7 +3,7 @@
     pagelocks eval overview *.jsonl
 
 The floor of a selector is the least budget from which on, at every budget that was run, it is as good as dense
-attention but for some points; below the oracle's, no choice of pages can be.
+attention but for some points; below the oracle's, a better estimate of the pages' shares does not help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.table import Table
 from ..config import reject
 from ..console import table_console
 from .loading import check_output
-from .tables import Line, against, read_run, summaries
+from .report import MACHINE
+from .tables import CELL, Line, against, read_run, summaries
 
 SOLVED, WITHIN = 60.0, 3.0
 MEANS = ("score", "coverage_ratio", "worst", "p5", "retention", "pages_read_share")
@@ -41,33 +42,36 @@ def add_overview(commands: Any, **shape: Any) -> None:
 
 
 def run_overview(arguments: argparse.Namespace) -> list[Line]:
-    """One object a model and type, of all its files."""
+    """One object a model and settings, of all their files; answers may be of other lengths, as tasks need them."""
     for name in ("solved", "within"):
         if not 0 <= getattr(arguments, name) <= 100:
             raise reject(f"--{name}", getattr(arguments, name), "points, 0 to 100", "Leave it out.")
     if arguments.output:
         check_output(arguments.output)
-    groups: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    groups: dict[str, list[Line]] = defaultdict(list)
     for path in arguments.files:
         header, lines = read_run(path)
-        groups[header["model"], header["dtype"]] += lines
+        apart = {name: value for name, value in header.items() if name not in (*MACHINE, "new_tokens", "calibration")}
+        groups[json.dumps(apart, sort_keys=True)] += lines
     found = []
-    for (model, dtype), lines in groups.items():
-        result: Line = {"model": model, "dtype": dtype, "solved": arguments.solved, "within": arguments.within}
+    for settings, lines in groups.items():
+        result: Line = json.loads(settings) | {"solved": arguments.solved, "within": arguments.within}
         result |= {"means": means(lines, arguments.solved), "floors": floors(lines, arguments.solved, arguments.within)}
         found.append(result)
         if not arguments.json:
-            table_console().print(f"{model}, {dtype}", means_table(result["means"]), floors_table(result["floors"]))
+            about = f"{result['model']}, {result['dtype']}, seed {result['seed']}"
+            table_console().print(about, means_table(result["means"]), floors_table(result["floors"]))
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
 def means(lines: Sequence[Line], solved: float = SOLVED) -> list[Line]:
-    """One object a context, selector, budget and rule that answered all tasks which dense attention solves there.
+    """One object a context, selector, budget and rule that answered all of the tasks that dense attention solves.
 
     Means of the tasks' means; `against_dense` and `against_exact` on all tasks' records together.
     """
+    lines = _complete(lines)
     cells = summaries(lines)
     tasks: dict[int, list[str]] = defaultdict(list)
     for cell in cells:
@@ -100,13 +104,26 @@ def means(lines: Sequence[Line], solved: float = SOLVED) -> list[Line]:
     return sorted(found, key=lambda about: about["context"])
 
 
+def _complete(lines: Sequence[Line]) -> list[Line]:
+    """Those of methods that answered every record that dense attention answered of the task and context."""
+    records: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    for line in lines:
+        records[tuple(line[name] for name in CELL)].add(line["index"])
+
+    def whole(line: Line) -> bool:
+        dense = records.get((line["task"], line["context"], "dense", 0, "share"), set())
+        return dense <= records[tuple(line[name] for name in CELL)]
+
+    return [line for line in lines if whole(line)]
+
+
 def floors(lines: Sequence[Line], solved: float = SOLVED, within: float = WITHIN) -> list[Line]:
     """One object a context and task that dense attention solves: `floors`, selector -> the least budget, None for none.
 
     By the rule "share".  A budget counts if the score there, and at all larger budgets that were run, is at most
     `within` points below dense attention's.
     """
-    cells = summaries(lines)
+    cells = summaries(_complete(lines))
     found = []
     for dense in cells:
         if dense["selector"] != "dense" or dense["score"] < solved:

@@ -204,10 +204,9 @@ def run(
             shared[method]["calibration"] = digest
 
     def write_lines(
-        file: TextIO, prompts: Sequence[Prompt], probe: Probe, dense: list[Answers], method: Method, answers: Answers
+        file: TextIO, prompts: Sequence[Prompt], probe: Probe, method: Method, answers: Answers, dense: Answers
     ) -> None:
-        dense.append(answers)  # dense attention's are the first
-        for line in lines_of(method, answers, dense[0], prompts, tokenizer, probe):
+        for line in lines_of(method, answers, dense, prompts, tokenizer, probe):
             line |= shared[method]
             if line["task"] in sources:
                 line["source"] = sources[line["task"]].digest
@@ -234,7 +233,7 @@ def run(
                 probe = Probe(prompts, arguments.link_steps, rows)
                 look = probe if arguments.link_steps and rows else None
                 most = arguments.new_tokens or prompts[0].new_tokens
-                write = partial(write_lines, file, prompts, probe, [])
+                write = partial(write_lines, file, prompts, probe)
                 runner.run(ids, most, look, some, short=name in sources, each=write)
                 progress.advance(bar, len(prompts))
     return done

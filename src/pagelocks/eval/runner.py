@@ -141,7 +141,7 @@ class Runner:
     methods : without dense, which always runs
     stop : token ids that end an answer
     chunk : tokens of a prefill's part, where a selector learns from it; without one, prompts go whole
-    calibration : for Loki and TriAttention
+    calibration : for selectors that are calibrated
     request : token ids between a prompt and its repetition, for KVzip: `calibration.repetition_request`
     """
 
@@ -176,7 +176,7 @@ class Runner:
         methods: Sequence[Method] | None = None,
         watch: Callable[[Method, hf.SparseStep], None] | None = None,
         short: bool = False,
-        each: Callable[[Method, Answers], None] | None = None,
+        each: Callable[[Method, Answers, Answers], None] | None = None,
     ) -> dict[Method, Answers]:
         """Answer a batch.
 
@@ -188,7 +188,7 @@ class Runner:
         methods : of those given to the constructor; all by default
         watch : called in each layer at each step that a method decodes
         short : allow prompts that a budget covers; steps are dense until the sequence outgrows it
-        each : called with dense's answers, then with each method's, as they come
+        each : called with dense, then each method as it comes, its answers and dense attention's
 
         Returns
         -------
@@ -221,14 +221,15 @@ class Runner:
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
-            pages = self._pages(cache, learnt, any(method.selector == "locks" for method in chosen))
+            summarized = any(method.selector in ("locks", "locks-centred") for method in chosen)
+            pages = self._pages(cache, learnt, summarized)
             session.go_on_with(session.selectors(), pages)
             session.on_step = step  # not before: a prompt's last part may be a single token
             nothing = [0] * len(prompts)
             said = self._decode(cache, first, new_tokens, _Reads(len(prompts), LocksConfig()))
             results = {Method("dense"): Answers(said, nothing, nothing, [None] * len(prompts))}
             if each is not None:
-                each(Method("dense"), results[Method("dense")])
+                each(Method("dense"), results[Method("dense")], results[Method("dense")])
             for method in chosen:
                 reads = _Reads(len(prompts), method.config)
                 session = hf.attach(
@@ -250,7 +251,7 @@ class Runner:
                     raise reject("budget", method.budget, f"less than the prompts; there were {found}", "Use less.")
                 results[method] = reads.answers(said, len(learnt))
                 if each is not None:
-                    each(method, results[method])
+                    each(method, results[method], results[Method("dense")])
         return results
 
     def _learns(self, method: Method) -> bool:
@@ -260,14 +261,17 @@ class Runner:
     def _prefill(self, prompts: Tensor, methods: Sequence[Method]) -> tuple[Any, Tensor]:
         """The cache of the prompts, and the token after each, int64 (rows,).
 
-        Selectors that learn see all rows, a chunk at a time.  Otherwise some rows go whole, which a GPU does several
-        times as fast: attention needs no mask.
+        Selectors that learn see all rows, a chunk at a time, and so it goes where a layer has a window, whose mask
+        grows with the square of what is prefilled, or other states than keys and values.  Otherwise some rows go whole,
+        which a GPU does several times as fast: attention needs no mask.
         """
         from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
 
         rows, tokens = prompts.shape
-        learning = any(map(self._learns, methods))
-        at_once, width = (rows, self.chunk) if learning else (max(1, PREFILLED // tokens), tokens)
+        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=self.model.config).layers)
+        in_chunks = not plain or any(map(self._learns, methods))
+        at_once, width = (rows, self.chunk) if in_chunks else (max(1, PREFILLED // tokens), tokens)
         caches, first = [], []
         for some in torch.split(prompts, at_once):
             cache, logits = DynamicCache(config=self.model.config), None

@@ -48,7 +48,7 @@ class Score:
         heads, warps, stages = warps_of(shape)
         self.subs = warps // heads
         defines = shape.defines("HEAD_DIM", "GROUP", "KV_HEADS", "PAGES_A_BLOCK") | shape.record_defines
-        defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages, "LEAST_PAGES": LEAST_PAGES}
+        defines |= {"WARPS": warps, "HEADS_A_BLOCK": heads, "STAGES": stages}
         shared = stages * heads * GROUP_PAGES * shape.layout.record_bytes
         self._kernel = Kernel("score", "score_pages", defines, "PPPPPPPPPqqqqqqf", 32 * (warps + 1), shared)
         self._columns = shape.kv_heads // heads

@@ -72,15 +72,6 @@ DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(FULL, x, 1);
   return x + __shfl_xor_sync(FULL, x, 2);
 }
-// Over the eight lanes that have this lane's place in their quads.
-DEVICE float octet_sum(float value) {
-  for (int k = 4; k < 32; k <<= 1) value += __shfl_xor_sync(FULL, value, k);
-  return value;
-}
-DEVICE float octet_max(float value) {
-  for (int k = 4; k < 32; k <<= 1) value = fmaxf(value, __shfl_xor_sync(FULL, value, k));
-  return value;
-}
 // Half of a sum over lanes: of values a and b, a lane with `second` keeps b and gets the other lane's share of it.
 DEVICE float halve(float a, float b, bool second, int distance) {
   return (second ? b : a) + __shfl_xor_sync(FULL, second ? a : b, distance);

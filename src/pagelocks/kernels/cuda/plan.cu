@@ -18,7 +18,7 @@ struct Params {
   int* completed_start;      // (rows + 1): of pages that this step completes
   ScorePart* score_parts;    // (SCORE_PARTS)
   int* first_blocks;         // (SCORE_PARTS, 32): physical blocks of each part's first 32 pages, of its first row
-  int* completed;            // those pages, as physical pages, block * pages a block + page within it
+  int* completed;            // the completed pages, as physical pages, block * pages a block + page within it
   u8* const* records;        // (layers): each (blocks, pages a block, kv_heads, record_bytes)
   i64 table_stride, block_bytes;
   int rows, decode_rows;

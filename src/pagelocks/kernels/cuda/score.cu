@@ -17,7 +17,7 @@ struct Params {
   const ScorePart* parts;    // (blocks of the grid), from plan, as is
   const int* first_blocks;   // (blocks of the grid, 32)
   float* log_mass;           // (KV_HEADS, capacity, GROUP), natural log
-  float2* partial;           // (KV_HEADS, GROUP, slots): maximum and sum, in base 2; slot (block + row) * SUBS + warp
+  float2* partial;           // (KV_HEADS, GROUP, slots): maximum and sum, in base 2; slot (block + row) * SUBS + team
   const u8* keys;            // the layer's keys
   i64 query_stride, block_bytes;  // elements; bytes
   i64 key_block_bytes;
@@ -55,7 +55,7 @@ struct Place {
   }
 };
 
-// One warp: copies the part's records to the ring.
+// One warp: copies the part's records to the ring, and lets the next kernel start.
 DEVICE void copy_records(const Params& p, const ScorePart& part, int first_block, u32 ring, u32 full, u32 empty) {
   const int lane = lane_id();
   const u64 policy = pass_policy();
@@ -90,6 +90,12 @@ DEVICE void copy_records(const Params& p, const ScorePart& part, int first_block
       }
     }
   }
+  // Not before all teams are through: a kernel that is let start while others' code is still wanted loses by it.
+  for (const u32 last = group + STAGES; group < last; group++) {
+    const Place place(group);
+    barrier_wait(empty + 8 * place.stage, place.empty_parity);
+  }
+  let_next_kernel_start();
 }
 
 // One warp: scores its team's groups for one KV head.
@@ -172,5 +178,4 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) score_pages(co
   } else {
     score_records(p, part, ring, shared_address(full), shared_address(empty));
   }
-  let_next_kernel_start();
 }

@@ -38,7 +38,7 @@ struct Scored {
   const int* block_table;    // (rows, blocks of a row)
   u32* keys;                 // (KV_HEADS, capacity): shares as keys, where shared memory is too small for them
   i64 table_stride, capacity, slots;
-  int rows, parts;           // parts as in score.cu
+  int rows, parts;           // parts: score's blocks for each set of KV heads
   int sink_pages, recent_pages;
 };
 
