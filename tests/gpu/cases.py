@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagelocks import LocksConfig
+from pagelocks.attend import sparse_attention
 from pagelocks.kernels import Caches, KernelShape, Pipeline, Rows
 from pagelocks.summary import summarize
 
@@ -166,3 +167,20 @@ def planned(case: Case, dense_below: int = 0, capacity: int | None = None, joint
     pipeline = pipeline_of(case.shape, case.lengths, capacity, joint)
     pipeline.plan(stream(), case.rows, dense_below)
     return pipeline
+
+
+def check_output(case: Case, pipeline: Any, output: torch.Tensor) -> None:
+    shape, start = case.shape, pipeline.plan_of_step.score_start.tolist()
+    for row, length in enumerate(case.lengths):
+        if not length:
+            assert (output[row] == 0).all()
+            continue
+        keys, values = case.tokens_of(row)
+        pages = torch.arange(-(-length // 16), device=DEVICE).expand(shape.kv_heads, -1)
+        if start[row + 1] > start[row]:
+            pages = pipeline.select.logical[row]
+        query = case.query[row].unflatten(0, (shape.kv_heads, shape.group)).float()
+        count = torch.tensor(length, device=DEVICE)
+        want = sparse_attention(query, keys.float(), values.float(), pages, count, case.scale).flatten(0, 1)
+        assert (output[row].float() - want).abs().max() <= 1.5e-2 * max(1.0, float(want.abs().max()))
+        assert (output[row].float() - want).square().mean().sqrt() <= 4e-3

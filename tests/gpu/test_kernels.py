@@ -6,9 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, DEVICE, IDS, SHAPES, Case, make_case, pipeline_of, planned, real_keys, rows_of, shape_of, stream
+from cases import (
+    BF16,
+    DEVICE,
+    IDS,
+    SHAPES,
+    Case,
+    check_output,
+    make_case,
+    pipeline_of,
+    planned,
+    real_keys,
+    rows_of,
+    shape_of,
+    stream,
+)
 
-from pagelocks.attend import sparse_attention
 from pagelocks.kernels import select_attend
 from pagelocks.score import log_mass, page_share
 from pagelocks.select import select_pages
@@ -221,23 +234,6 @@ def test_select_and_attend_in_one(
         assert seen[1].view(torch.int16).equal(seen[2].view(torch.int16))
 
 
-def check_output(case: Case, pipeline: Any, output: torch.Tensor) -> None:
-    shape, start = case.shape, pipeline.plan_of_step.score_start.tolist()
-    for row, length in enumerate(case.lengths):
-        if not length:
-            assert (output[row] == 0).all()
-            continue
-        keys, values = case.tokens_of(row)
-        pages = torch.arange(-(-length // 16), device=DEVICE).expand(shape.kv_heads, -1)
-        if start[row + 1] > start[row]:
-            pages = pipeline.select.logical[row]
-        query = case.query[row].unflatten(0, (shape.kv_heads, shape.group)).float()
-        count = torch.tensor(length, device=DEVICE)
-        want = sparse_attention(query, keys.float(), values.float(), pages, count, case.scale).flatten(0, 1)
-        assert (output[row].float() - want).abs().max() <= 1.5e-2 * max(1.0, float(want.abs().max()))
-        assert (output[row].float() - want).square().mean().sqrt() <= 4e-3
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 256])
 def test_ragged_batches(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -346,64 +342,3 @@ def test_several_long_rows(lengths: list[int], blocks: int, in_graph: bool, join
     check_scores(case, pipeline)
     check_selection(case, pipeline, exact=False)
     check_output(case, pipeline, output)
-
-
-def test_extreme_logits_in_a_graph() -> None:
-    """The second way through score, which hardly any group takes, inside a graph."""
-    case = make_case(shape_of(SHAPES[0]), [4000, 300], 5, size=60.0)
-    pipeline, rows = planned(case), case.rows
-    output = torch.full_like(case.query, torch.nan)
-    arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
-    pipeline.decode(stream(), rows, *arguments)
-    eager = output.clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pipeline.decode(stream(), rows, *arguments)
-    output.fill_(torch.nan)
-    graph.replay()
-    assert output.view(torch.int16).equal(eager.view(torch.int16))
-    check_output(case, pipeline, output)
-
-
-def test_graph_replay_equals_eager() -> None:
-    """Captured at one batch and replayed with other lengths: the same bits as launched one by one."""
-    shape = shape_of(SHAPES[0])
-    case = make_case(shape, [3000, 200, 900, 5000], 9)
-    pipeline = planned(case)
-    rows = case.rows
-    output = torch.full_like(case.query, torch.nan)
-    arguments = (case.query, case.keys, case.values, case.records, output, case.scale)
-
-    def step() -> None:
-        pipeline.decode(stream(), rows, *arguments)
-
-    graph = torch.cuda.CUDAGraph()
-    step()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in ([3000, 200, 900, 5000], [1, 150, 16, 4999], [2999, 0, 0, 33]):
-        case.lengths[:] = lengths
-        rows.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        rows.query_starts.copy_(torch.tensor([0, *(1 if n else 0 for n in lengths)]).cumsum(0))
-        pipeline.plan(stream(), rows)
-        output.fill_(torch.nan)
-        graph.replay()
-        replayed = output.clone()
-        output.fill_(torch.nan)
-        step()
-        assert replayed.view(torch.int16).equal(output.view(torch.int16))
-        check_output(case, pipeline, output)
-
-
-def test_many_replays_agree() -> None:
-    """A race would show as an output that moves."""
-    case = make_case(shape_of(SHAPES[1]), [5000, 1234, 8000], 10)
-    pipeline = planned(case)
-    seen = []
-    for _ in range(30):
-        output = torch.full_like(case.query, torch.nan)
-        pipeline.decode(stream(), case.rows, case.query, case.keys, case.values, case.records, output, case.scale)
-        seen.append(output.view(torch.int16).clone())
-    assert all(each.equal(seen[0]) for each in seen)

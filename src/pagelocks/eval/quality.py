@@ -195,10 +195,9 @@ def run(
     repeating = any(name in REPEATING_SELECTORS for name in arguments.selector)
     request = calibration.repetition_request(tokenizer) if repeating else []
     runner = Runner(model, methods, stop_tokens(model, tokenizer), calibration=measured, request=request)
-    layer = min(measured.bases) if measured else 0
     shared = {DENSE: {"page_bytes": None, "commit": header.get("commit")}}
     for method in methods:
-        number = page_bytes(runner.selector(method, layer), model)
+        number = page_bytes(runner.selector(method, runner.a_layer), model)
         shared[method] = {"page_bytes": number, "commit": header.get("commit")}
         if method.selector in CALIBRATED_SELECTORS:
             shared[method]["calibration"] = digest

@@ -156,13 +156,14 @@ class Runner:
     ) -> None:
         self.model, self.methods, self.stop, self.chunk = model, list(dict.fromkeys(methods)), set(stop), chunk
         self.calibration, self.request = calibration, list(request)
+        self.a_layer = 0 if calibration is None else min(calibration.bases)  # one for which every selector can be made
         for method in self.methods:
             if method.selector == "dense":
                 raise reject("selector", "dense", "a selector's name", "Leave it out: dense attention always runs.")
             if method.selector in REPEATING_SELECTORS and len(self.request) < 2:
                 allowed = f"{method.selector} takes a request of two tokens or more"
                 raise reject("request", self.request, allowed, "Make it with calibration.repetition_request.")
-            self.selector(method, 0 if calibration is None else min(calibration.bases))
+            self.selector(method, self.a_layer)
 
     def selector(self, method: Method, layer: int) -> Selector:
         """A new selector for one layer of one batch."""
@@ -255,8 +256,7 @@ class Runner:
         return results
 
     def _learns(self, method: Method) -> bool:
-        layer = 0 if self.calibration is None else min(self.calibration.bases)
-        return method.selector in REPEATING_SELECTORS or observes(self.selector(method, layer))
+        return method.selector in REPEATING_SELECTORS or observes(self.selector(method, self.a_layer))
 
     def _prefill(self, prompts: Tensor, methods: Sequence[Method]) -> tuple[Any, Tensor]:
         """The cache of the prompts, and the token after each, int64 (rows,).

@@ -17,12 +17,12 @@ IN_FLIGHT = 24 << 10
 
 def warps_of(shape: KernelShape) -> tuple[int, int, int]:
     """KV heads a block works on at a time, its warps that score, and stages of their ring."""
-    page = GROUP_PAGES * shape.layout.record_bytes
+    group = GROUP_PAGES * shape.layout.record_bytes  # bytes, of one KV head
     # One more copies: 13 warps have 128 registers, 8 have 255, which more than eight query heads need.
-    most = min(12 if shape.group <= 8 and shape.head_dim <= 128 else 7, (SHARED_MEMORY - 4096) // (2 * page))
+    most = min(12 if shape.group <= 8 and shape.head_dim <= 128 else 7, (SHARED_MEMORY - 4096) // (2 * group))
     divisors = [heads for heads in range(1, most + 1) if shape.kv_heads % heads == 0]
     heads = max(divisors, key=lambda heads: (most // heads * heads, heads))
-    teams, stage = most // heads, heads * page
+    teams, stage = most // heads, heads * group
     return heads, teams * heads, min(teams + -(-IN_FLIGHT // stage), (SHARED_MEMORY - 4096) // stage)
 
 
