@@ -18,8 +18,8 @@ constexpr int PAGE = 16;
 
 // ---- programmatic dependent launch: a kernel may start before the one ahead of it ends, and must then wait -------
 // Only kernels that are followed by one of ours let it start early: how others wait is not ours to know.  And they do so
-// at their end: a kernel that was let start at the beginning of a long one took 9 microseconds longer as soon as other code
-// had been in the instruction caches (docs/performance.md).
+// late: a kernel that was let start by the first instruction of a long one took 9 microseconds longer as soon as other code
+// had been in the instruction caches; let start when that one's last data is on its way, it does not (docs/performance.md).
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -178,6 +178,9 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
+// A barrier of N of a block's threads: those that arrive go on, those that wait see what the others had written.
+template <int N> DEVICE void block_arrive() { asm volatile("bar.arrive 1, %0;" ::"n"(N) : "memory"); }
+template <int N> DEVICE void block_wait() { asm volatile("bar.sync 1, %0;" ::"n"(N) : "memory"); }
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),

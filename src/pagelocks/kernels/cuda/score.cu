@@ -6,6 +6,7 @@
 // large ones.  One warp does nothing but copy, a group of eight pages to a stage of a ring, in the order of the pages: so
 // the first stages are there while the others still come, and memory is asked for more as soon as a stage is free.
 // Teams of HEADS_A_BLOCK warps, one a KV head, take the groups in turn.  What a warp does with a group is in score.cuh.
+// What is left of a row goes in groups of four, which take half the time.
 //
 // Needs, beside what score.cuh does: PAGES_A_BLOCK, KV_HEADS, WARPS (without the one that copies), STAGES.
 
@@ -32,6 +33,7 @@ constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 struct Piece {
   int first;      // where the row's pages start among all rows'
   int page, end;  // within the row
+  int whole;      // groups of eight pages; groups of four follow
   DEVICE_MEMBER void find(const Params& p, const ScorePart& part, int row) {
     if (row == part.row) {  // plan has looked already
       first = part.low - part.page, page = part.page, end = part.end;
@@ -39,8 +41,15 @@ struct Piece {
       first = load_kept(p.start + row);
       page = 0, end = min(part.high, load_kept(p.start + row + 1)) - first;
     }
+    whole = (end - page) / GROUP_PAGES;
   }
-  DEVICE_MEMBER int groups() const { return (end - page + GROUP_PAGES - 1) / GROUP_PAGES; }
+  DEVICE_MEMBER int groups() const { return whole + (end - begin_of(whole) + GROUP_PAGES / 2 - 1) / (GROUP_PAGES / 2); }
+  DEVICE_MEMBER int begin_of(int group) const {
+    return page + min(group, whole) * GROUP_PAGES + max(0, group - whole) * (GROUP_PAGES / 2);
+  }
+  DEVICE_MEMBER int pages_of(int group) const {
+    return min(group < whole ? GROUP_PAGES : GROUP_PAGES / 2, end - begin_of(group));
+  }
 };
 
 // Where the group with this number, of all that the block has had, lies in the ring, and its two barriers.  One that
@@ -55,7 +64,7 @@ struct Place {
   }
 };
 
-// One warp: copies the part's records to the ring, and lets the next kernel start.
+// One warp: copies the part's records to the ring; when the last are on their way, lets the next kernel start.
 DEVICE void copy_records(const Params& p, const ScorePart& part, int first_block, u32 ring, u32 full, u32 empty) {
   const int lane = lane_id();
   const u64 policy = pass_policy();
@@ -79,8 +88,9 @@ DEVICE void copy_records(const Params& p, const ScorePart& part, int first_block
       const u32 region = (u32)(key >> 21), before = __shfl_up_sync(FULL, region, 1);
       if (lane < count && (lane == 0 || region != before)) asm volatile("prefetch.global.L2 [%0];" ::"l"(key));
 #pragma unroll 1
-      for (int begin = 0; begin < count; begin += GROUP_PAGES, group++) {
-        const int pages = min(GROUP_PAGES, count - begin), at = lane - begin;
+      for (int begin = 0, pages; begin < count; begin += pages, group++) {
+        const int at = lane - begin;
+        pages = min(page + begin < piece.begin_of(piece.whole) ? GROUP_PAGES : GROUP_PAGES / 2, count - begin);
         const Place place(group);
         barrier_wait(empty + 8 * place.stage, place.empty_parity);
         if (lane == 0) barrier_expect(full + 8 * place.full, pages * PAGE_BYTES);
@@ -89,11 +99,6 @@ DEVICE void copy_records(const Params& p, const ScorePart& part, int first_block
           copy_bulk(ring + place.stage * STAGE_BYTES + at * PAGE_BYTES, from, PAGE_BYTES, full + 8 * place.full, policy);
       }
     }
-  }
-  // Not before all teams are through: a kernel that is let start while others' code is still wanted loses by it.
-  for (const u32 last = group + STAGES; group < last; group++) {
-    const Place place(group);
-    barrier_wait(empty + 8 * place.stage, place.empty_parity);
   }
   let_next_kernel_start();
 }
@@ -125,7 +130,7 @@ DEVICE void score_records(const Params& p, const ScorePart& part, const u8* ring
     float* out = p.log_mass + ((i64)head * p.capacity + piece.first) * GROUP;
     for (; group < groups; group += SUBS) {
       const Place place(before + group);
-      const int page = piece.page + group * GROUP_PAGES, pages = min(GROUP_PAGES, piece.end - page);
+      const int page = piece.begin_of(group), pages = piece.pages_of(group);
       barrier_wait(full + 8 * place.full, place.full_parity);
       const u8* records = ring + place.stage * STAGE_BYTES + in_block * RECORD_BYTES;
       float mass[TILES][2];
@@ -161,17 +166,24 @@ DEVICE void score_records(const Params& p, const ScorePart& part, const u8* ring
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) score_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 ring[];
   __shared__ __align__(8) u64 full[Place::BARRIERS], empty[STAGES];
-  for (int i = threadIdx.x; i < Place::BARRIERS; i += blockDim.x) barrier_init(shared_address(&full[i]), 1);
-  if (threadIdx.x < STAGES) barrier_init(shared_address(&empty[threadIdx.x]), 32 * HEADS_A_BLOCK);
-  barrier_fence();
-  __syncthreads();
-  wait_for_previous_kernel();
+  // What plan wrote can be read before the wait: whatever lies between lets this kernel start only after it has itself
+  // waited, and so after plan.
   const bool copies = threadIdx.x >= 32 * WARPS;
   int first_block = 0;
   if (copies) first_block = load_kept(p.first_blocks + 32 * blockIdx.x + lane_id());
   const int4* from = (const int4*)(p.parts + blockIdx.x);
   const int4 a = load_kept(from), b = load_kept(from + 1);
   const ScorePart part = {a.x, a.y, a.z, a.w, b.x, b.y};
+  if (copies) {  // it need not wait until the others have started
+    for (int i = lane_id(); i < Place::BARRIERS; i += 32) barrier_init(shared_address(&full[i]), 1);
+    if (lane_id() < STAGES) barrier_init(shared_address(&empty[lane_id()]), 32 * HEADS_A_BLOCK);
+    barrier_fence();
+    __syncwarp();
+    block_arrive<32 * WARPS + 32>();
+  } else {
+    block_wait<32 * WARPS + 32>();
+  }
+  wait_for_previous_kernel();
   if (part.row == part.limit) return;
   if (copies) {
     copy_records(p, part, first_block, shared_address(ring), shared_address(full), shared_address(empty));

@@ -177,11 +177,27 @@ DEVICE void score_page(float (&sums)[TILES], float (&peaks)[TILES], const Query&
 template <bool SAFE> DEVICE bool score_group(float (&mass)[TILES][2], const Query& q, const u8* group, int pages) {
   const int g = lane_id() >> 2, x = lane_id() & 3;
   float sums[TILES][2], peaks[TILES][2];
+#pragma unroll
+  for (int t = 0; t < TILES; t++) sums[t][1] = 1.f, peaks[t][1] = 0.f;  // where there are four pages
 #pragma unroll 1
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < (pages > GROUP_PAGES / 2 ? 2 : 1); half++) {
     float sum[4][TILES], peak[4][TILES];
-#pragma unroll(SAFE ? 1 : 4)
-    for (int i = 0; i < 4; i++) score_page<SAFE>(sum[i], peak[i], q, group + (4 * half + i) * PAGE_BYTES);
+    if constexpr (SAFE) {
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {
+        float one[TILES], top[TILES];
+        score_page<SAFE>(one, top, q, group + (4 * half + i) * PAGE_BYTES);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {  // sum[i] would lie in local memory, and the quick way would write it too
+#pragma unroll
+          for (int t = 0; t < TILES; t++)
+            if (i == k) sum[k][t] = one[t], peak[k][t] = top[t];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) score_page<SAFE>(sum[i], peak[i], q, group + (4 * half + i) * PAGE_BYTES);
+    }
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       const float a = halve(sum[0][t], sum[1][t], x & 1, 1), b = halve(sum[2][t], sum[3][t], x & 1, 1);
