@@ -345,6 +345,31 @@ def test_a_model_whose_attention_is_its_own_is_refused() -> None:
         hf.attach(bloom)
 
 
+def test_a_mask_is_asked_once_a_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensor with other numbers in a later pass is asked again."""
+    from pagelocks.hf import attention
+
+    asked: list[int] = []
+    real = attention._tokens
+    monkeypatch.setattr(attention, "_tokens", lambda mask, *more: asked.append(id(mask)) or real(mask, *more))
+    session = hf.attach(model, LocksConfig(budget=64, dense_below=0))
+    ids = torch.cat([prompt(150, 1), prompt(150, 2)])
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    alone = generate(model, ids[:1, 40:], 6)
+    asked.clear()
+    padded = generate(model, ids, 6, attention_mask=mask)
+    assert padded[:1].equal(alone) and session.statistics().rows_sparse
+    assert len(asked) == 6  # of 3 layers in 6 passes
+
+    layers = model.config.num_hidden_layers
+    mask = torch.ones(2, 1, 1, 150, dtype=torch.bool)
+    for first in (0, 40, 7):
+        mask[0, ..., :first], mask[0, ..., first:] = False, True
+        for layer in range(layers):
+            assert attention._spans(session, layer, mask, 2, 150, 1) == [(first, 150), (0, 150)]
+
+
 def test_a_mask_for_each_head_is_refused(model: Any) -> None:
     hf.attach(model, LocksConfig(budget=64, dense_below=0))
     attention, heads, keys = model.model.layers[0].self_attn, torch.zeros(1, 6, 1, 32), torch.zeros(1, 2, 100, 32)

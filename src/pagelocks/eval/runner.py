@@ -26,7 +26,7 @@ from .prompt import LEAST_BUDGET
 
 REPEATED = 2048
 """Prompt tokens that are repeated at a time, each time after the whole prompt, as KVzip does."""
-PREFILLED = 300_000
+PREFILLED = 100_000
 """Prompt tokens that are prefilled at a time: rows are many where prompts are short."""
 RESUMED = 8
 """Tokens before them that a later part begins with, so that the model knows where to go on."""

@@ -84,7 +84,7 @@ def _attend(
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     """Rows that were sparse, with their (rows, heads, head_dim); query is (batch, kv_heads, G, n, head_dim)."""
     steps = query.shape[3]
-    spans = _tokens(mask, query.shape[0], key.shape[2], steps)
+    spans = _spans(session, layer, mask, query.shape[0], key.shape[2], steps)
     if spans[0][1] - spans[0][0] <= steps:
         session.begin(layer)
     whole = tuple(range(len(spans)))
@@ -118,6 +118,19 @@ def _dense(
 
     output: Tensor = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
     return output
+
+
+def _spans(
+    session: Session, layer: int, mask: Tensor | None, rows: int, length: int, steps: int
+) -> list[tuple[int, int]]:
+    """As `_tokens`.  A mask's numbers are waited for, so it is asked once for all layers that a pass shows it to."""
+    seen = session.mask_seen
+    if seen is not None and seen[0] is mask and layer > seen[1] and seen[2] == (rows, length, steps):
+        spans = seen[3]
+    else:
+        spans = _tokens(mask, rows, length, steps)
+    session.mask_seen = None if mask is None else (mask, layer, (rows, length, steps), spans)
+    return spans
 
 
 def _tokens(mask: Tensor | None, rows: int, length: int, steps: int) -> list[tuple[int, int]]:

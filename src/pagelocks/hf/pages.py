@@ -8,8 +8,8 @@ from torch import Tensor
 from ..config import LocksConfig, reject
 from ..summary import PageSummary, summarize
 
-SUMMARIZED = 1 << 25
-"""Numbers of keys that are summarized at a time, which takes some hundred bytes for each."""
+SUMMARIZED = 1 << 23
+"""Numbers of keys that are summarized at a time, which takes some hundred bytes for each: runs may share a card."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -93,6 +93,8 @@ class Session:
     def __post_init__(self) -> None:
         group_rule(self.group_rule)
         self._state: dict[int, _Layer] = {}
+        # The mask of the layer before, that layer, (rows, tokens, steps), and each row's own tokens.
+        self.mask_seen: tuple[Tensor, int, tuple[int, int, int], list[tuple[int, int]]] | None = None
 
     def statistics(self) -> LayerStatistics:
         """All layers together."""

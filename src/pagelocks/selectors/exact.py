@@ -13,9 +13,10 @@ class Exact:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        keys = pages.keys().to(torch.float32)
+        keys = pages.keys()  # looked at as they are stored: half the bytes
         count, size, _ = keys.shape[-3:]
-        logits = torch.unflatten(query.to(torch.float32) @ keys.flatten(-3, -2).mT * scale, -1, (count, size))
+        flat = keys.flatten(-3, -2).to(torch.float32)
+        logits = torch.unflatten(query.to(torch.float32) @ flat.mT * scale, -1, (count, size))
         mass = logits.logsumexp(-1)
         # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
         finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()

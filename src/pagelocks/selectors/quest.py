@@ -24,7 +24,8 @@ class Quest:
         low, high = torch.aminmax(keys, dim=-2)  # (..., P, d)
         bound = query.clamp(min=0) @ high.mT + query.clamp(max=0) @ low.mT
         mass = bound * scale + math.log(keys.shape[-2])
-        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+        # Least and largest are NaN where a key is.
+        finite = (low.isfinite() & high.isfinite()).all(-1).unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
