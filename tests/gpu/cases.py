@@ -154,6 +154,7 @@ SHAPES = [
     (32, 2, 2, 16, BF16, 4),
     (128, 5, 5, 16, BF16, 3),
     (256, 1, 40, 16, FP16, 7),
+    (32, 1, 8, 16, BF16, 1),  # 36 stages, more than a warp has lanes
 ]
 IDS = ["-".join(str(part).replace("torch.", "") for part in shape) for shape in SHAPES]
 

@@ -1,4 +1,4 @@
-"""A picture of decode timings: milliseconds a token against context, both sides and the floor."""
+"""A picture of decode timings: milliseconds a token against context, both sides and what the records cost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 def draw_decode(results: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG of the single-sequence cases without `dense_below`, if there are any.
 
-    The floor is a straight line through dense's first and last times at no context, plus the records at dense's own
-    rate: what LOCKS would take if selecting and attending the chosen pages cost nothing.
+    The third line is dense's time at no context, by a straight line through its first and last, plus the records at
+    dense's own rate.  It is no bound: that time holds what dense attention costs however short the context is, which
+    is more than LOCKS does.
     """
     from ..config import LocksConfig
     from ..layout import record_layout
@@ -36,8 +37,9 @@ def draw_decode(results: list[dict[str, Any]], path: Path) -> None:
         base = first["dense_ms"] - slope * first["context"]
         head_dim = SHAPES[first["shape"]]["head_dim"]
         share = record_layout(head_dim, LocksConfig()).record_bytes / (2 * 16 * head_dim * 2)
-        floor = [base + slope * context * share for context in contexts]
-        axes.plot(contexts, floor, "--", color="tab:green", label="floor: weights and records at dense's rate")
+        records = [base + slope * context * share for context in contexts]
+        label = "dense at no context, and the records at dense's rate"
+        axes.plot(contexts, records, "--", color="tab:green", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{c // 1024}K" if c < 1_000_000 else "1M" for c in contexts])
     axes.set_ylim(bottom=0)

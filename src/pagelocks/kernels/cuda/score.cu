@@ -6,7 +6,7 @@
 // large ones.  One warp does nothing but copy, a group of eight pages to a stage of a ring, in the order of the pages: so
 // the first stages are there while the others still come, and memory is asked for more as soon as a stage is free.
 // Teams of HEADS_A_BLOCK warps, one a KV head, take the groups in turn.  What a warp does with a group is in score.cuh.
-// What is left of a row goes in groups of four, which take half the time.
+// What is left of a row's part goes in groups of four, which take half the time.
 //
 // Needs, beside what score.cuh does: PAGES_A_BLOCK, KV_HEADS, WARPS (without the one that copies), STAGES.
 
@@ -166,17 +166,10 @@ DEVICE void score_records(const Params& p, const ScorePart& part, const u8* ring
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) score_pages(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 ring[];
   __shared__ __align__(8) u64 full[Place::BARRIERS], empty[STAGES];
-  // What plan wrote can be read before the wait: whatever lies between lets this kernel start only after it has itself
-  // waited, and so after plan.
   const bool copies = threadIdx.x >= 32 * WARPS;
-  int first_block = 0;
-  if (copies) first_block = load_kept(p.first_blocks + 32 * blockIdx.x + lane_id());
-  const int4* from = (const int4*)(p.parts + blockIdx.x);
-  const int4 a = load_kept(from), b = load_kept(from + 1);
-  const ScorePart part = {a.x, a.y, a.z, a.w, b.x, b.y};
   if (copies) {  // it need not wait until the others have started
     for (int i = lane_id(); i < Place::BARRIERS; i += 32) barrier_init(shared_address(&full[i]), 1);
-    if (lane_id() < STAGES) barrier_init(shared_address(&empty[lane_id()]), 32 * HEADS_A_BLOCK);
+    for (int i = lane_id(); i < STAGES; i += 32) barrier_init(shared_address(&empty[i]), 32 * HEADS_A_BLOCK);
     barrier_fence();
     __syncwarp();
     block_arrive<32 * WARPS + 32>();
@@ -184,6 +177,11 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) score_pages(co
     block_wait<32 * WARPS + 32>();
   }
   wait_for_previous_kernel();
+  int first_block = 0;
+  if (copies) first_block = load_kept(p.first_blocks + 32 * blockIdx.x + lane_id());
+  const int4* from = (const int4*)(p.parts + blockIdx.x);
+  const int4 a = load_kept(from), b = load_kept(from + 1);
+  const ScorePart part = {a.x, a.y, a.z, a.w, b.x, b.y};
   if (part.row == part.limit) return;
   if (copies) {
     copy_records(p, part, first_block, shared_address(ring), shared_address(full), shared_address(empty));

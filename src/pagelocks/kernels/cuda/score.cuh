@@ -1,4 +1,4 @@
-// Scores of one group of eight pages by one warp: packed records and a KV head's queries -> log-masses.
+// Scores of one group of up to eight pages by one warp: packed records and a KV head's queries -> log-masses.
 //
 // All products run on tensor cores, and each leaves its result where the next one wants its operand.  With lane = 4 g + x:
 //
