@@ -11,6 +11,7 @@ from .kvzip import KVzip
 from .lazyeviction import LazyEviction
 from .locks import Locks
 from .locks_centred import LocksCentred
+from .locks_reranked import LocksReranked
 from .loki import Loki
 from .quest import Quest
 from .random import Random
@@ -34,6 +35,7 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
 """Name -> a selector that needs nothing but a query and pages; one instance may serve all layers and sequences."""
 
 SEQUENCE_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
+    "locks-reranked": LocksReranked,
     "shadowkv": ShadowKV,
     "rocketkv": RocketKV,
     "h2o": H2O,
@@ -84,6 +86,7 @@ __all__ = [
     "LazyEviction",
     "Locks",
     "LocksCentred",
+    "LocksReranked",
     "Loki",
     "Observer",
     "PageSource",

@@ -8,19 +8,23 @@ from torch import Tensor
 from .base import PageSource
 
 
+def log_mass_of(query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """query (..., G, d), keys (..., P, B, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
+    count, size, _ = keys.shape[-3:]
+    flat = keys.flatten(-3, -2).to(torch.float32)
+    logits = torch.unflatten(query.to(torch.float32) @ flat.mT * scale, -1, (count, size))
+    mass = logits.logsumexp(-1)
+    # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
+    finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+    return torch.where(finite, mass, torch.inf)
+
+
 class Exact:
     """s_g(j) = logsumexp_i(q_g . k_i * scale) over the page's keys; what every estimate is measured against."""
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        keys = pages.keys()  # looked at as they are stored: half the bytes
-        count, size, _ = keys.shape[-3:]
-        flat = keys.flatten(-3, -2).to(torch.float32)
-        logits = torch.unflatten(query.to(torch.float32) @ flat.mT * scale, -1, (count, size))
-        mass = logits.logsumexp(-1)
-        # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
-        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
-        return torch.where(finite, mass, torch.inf)
+        return log_mass_of(query, pages.keys(), scale)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """Every key."""
