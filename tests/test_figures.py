@@ -20,7 +20,18 @@ from pagelocks.eval import outputs
 from pagelocks.eval.capture import Captured, capture, captured_keys
 from pagelocks.eval.carriers import carrier_pages
 from pagelocks.eval.decode_record import DecodeRecord
-from pagelocks.eval.figures import FIGURES, groups, ladder, page_size, precision, retention, scope, stored, tail
+from pagelocks.eval.figures import (
+    FIGURES,
+    groups,
+    ladder,
+    page_size,
+    precision,
+    retention,
+    scope,
+    shortlist,
+    stored,
+    tail,
+)
 from pagelocks.eval.figures import theory as theory_figure
 from pagelocks.eval.figures.means import Means
 from pagelocks.eval.links import (
@@ -248,6 +259,23 @@ def test_precision_is_locks_at_four_bits_and_falls_with_bits(seen: Any) -> None:
     assert [precision.bytes_of(64, 8, bits) for bits in (4, 8, 16)] == [512, 768, 1280]
     with pytest.raises(ValueError, match=r"bits=3 is not allowed: 16, 8, 4 or 2"):
         precision.summary_of(pages, 8, 3)
+
+
+def test_a_shortlist_of_all_pages_is_the_oracle(seen: Any) -> None:
+    records, _ = seen
+    rows = by(shortlist.rows(records, [64], [1, 8], [1, 2, 5]), "rank", "factor")
+    config = LocksConfig(64)
+    expected = over_prompts(records, lambda r: ratio_of(r, estimate_log_mass(r, Locks(), config), config))
+    assert rows[8, 1]["coverage_ratio"] == close(expected) and rows[8, 1]["shortlist_bytes"] == 0
+    for rank in (1, 8):  # of 18 and 12 pages, 20 are all
+        assert rows[rank, 5]["coverage_ratio"] == close(1.0) and rows[rank, 5]["retention"] == 1.0
+        assert rows[rank, 1]["coverage_ratio"] < rows[rank, 2]["coverage_ratio"] < 1
+    assert rows[1, 1]["coverage_ratio"] < rows[8, 1]["coverage_ratio"]
+    # Head size 32, rank 1 or 8: header and centroid 96, a column 32, all in multiples of 16.
+    assert rows[8, 2]["record_bytes"] - rows[1, 2]["record_bytes"] == 7 * 32
+    assert rows[8, 2]["shortlist_bytes"] == 8 * 16 * 32 * records[0].record.keys.element_size()
+    with pytest.raises(ValueError, match=r"factors=\[0\] is not allowed: 1 or more"):
+        shortlist.rows(records, [64], [8], [0])
 
 
 def test_page_sizes_have_ranks_below_them(seen: Any) -> None:

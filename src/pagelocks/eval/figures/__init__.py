@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import LocksConfig
-from . import groups, ladder, page_size, precision, retention, scope, tail, theory
+from . import groups, ladder, page_size, precision, retention, scope, shortlist, tail, theory
 from .means import Row
 
 
@@ -71,6 +71,12 @@ FIGURES: dict[str, Figure] = {
         page_size.rows,
         page_size.draw,
         {"budgets": page_size.BUDGETS, "ranks": page_size.RANKS, "page_sizes": page_size.PAGE_SIZES},
+    ),
+    "shortlist": Figure(
+        "what looking at the keys of a few budgets' pages buys, by the rank of the summary that picks them",
+        shortlist.rows,
+        shortlist.draw,
+        {"budgets": shortlist.BUDGETS, "ranks": shortlist.RANKS, "factors": shortlist.FACTORS},
     ),
     "groups": Figure(
         "coverage of query heads by the rule that joins a group: mean, worst, 5th percentile",

@@ -29,6 +29,7 @@ FLAGS = {
     "ranks": ("rank", "columns of a page's basis"),
     "rank": ("rank", "columns of a page's basis"),
     "page_sizes": ("page-size", "tokens a page"),
+    "factors": ("factor", "pages whose keys are looked at, in budgets; 1 for none"),
     "bits": ("bits", "bits of a basis entry: 16, 8, 4, 2"),
     "contexts": ("context", "tokens in context"),
     "head_dims": ("head-dim", "sizes of a key"),
