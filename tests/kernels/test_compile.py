@@ -95,7 +95,7 @@ def test_score_has_nothing_in_local_memory(kernels: list[Any]) -> None:
         pytest.skip("20 query heads of 256 dimensions do not fit into 255 registers")
     source = compiler.source_of("score", defines).encode()
     _, program = nvrtc.nvrtcCreateProgram(source, b"score.cu", 0, [], [])
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device", b"--ptxas-options=-v"]
+    options = [*compiler.options_for("sm_90a"), b"--ptxas-options=-v"]
     nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
     nvrtc.nvrtcGetProgramLog(program, log)

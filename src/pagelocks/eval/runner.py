@@ -222,7 +222,7 @@ class Runner:
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
-            summarized = any(method.selector.startswith("locks") for method in chosen)
+            summarized = any(method.selector.startswith("locks") for method in chosen)  # and the variants of our own
             pages = self._pages(cache, learnt, summarized)
             session.go_on_with(session.selectors(), pages)
             session.on_step = step  # not before: a prompt's last part may be a single token

@@ -62,12 +62,17 @@ def compile_kernel(name: str, defines: Mapping[str, int], arch: str = "sm_90a") 
     return _compile(name, tuple(defines.items()), arch)
 
 
+def options_for(arch: str) -> list[bytes]:
+    """What NVRTC is told."""
+    return [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-default-device"]
+
+
 @lru_cache(maxsize=64)
 def _compile(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
     nvrtc = _bindings("nvrtc")
     source = source_of(name, dict(defines))
     program = _call(nvrtc.nvrtcCreateProgram, source.encode(), f"{name}.cu".encode(), 0, [], [])
-    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-default-device"]
+    options = options_for(arch)
     try:
         _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
     except CudaError as error:

@@ -48,5 +48,8 @@ class LocksReranked:
         return mass.scatter(-1, best.unsqueeze(-2).expand_as(exact), exact)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
-        """As LOCKS, for every page; the shortlist's keys, `factor` budgets of them a step, are not counted."""
+        """As LOCKS, for every page.
+
+        Not counted: the shortlist's keys, `factor * budget * head_dim * itemsize` bytes a KV head and step.
+        """
         return Locks().page_bytes(head_dim, page_size, itemsize, group)

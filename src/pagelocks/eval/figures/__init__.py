@@ -1,4 +1,4 @@
-"""The paper's figures and tables, one a file: decode records -> rows, and rows -> a picture.
+"""The paper's figures and tables, and `shortlist`, our own; one a file: decode records -> rows, and rows -> a picture.
 
 Rows are plain dicts, for JSON.  Means are over prompts, after the mean over a prompt's layers, heads
 and steps, but in groups, tail and theory, which pool all heads.

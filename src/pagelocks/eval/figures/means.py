@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,3 +67,22 @@ def series(rows: Sequence[Row], by: str) -> dict[Any, list[Row]]:
     for row in rows:
         found.setdefault(row[by], []).append(row)
     return found
+
+
+def line_panels(
+    rows: Sequence[Row], figure: Any, titles: Mapping[str, str], along: str, by: str, label: str, xlabel: str
+) -> None:
+    """A panel for each field in `titles`: its values at the first budget against `along`, a line for each of `by`.
+
+    `label` is a line's, with {} for its value; rows without a value are left out.
+    """
+    lines = [row for row in rows if row["budget"] == rows[0]["budget"]]
+    panels = figure.subplots(1, len(titles))
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        for value, each in series(lines, by).items():
+            drawn = [row for row in each if row.get(name) is not None]
+            axes.plot([row[along] for row in drawn], [row[name] for row in drawn], "o-", label=label.format(value))
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(xlabel)
+        axes.grid(alpha=0.3)
+    panels[0].legend()

@@ -19,7 +19,7 @@ from ...score import log_mass
 from ...summary import PageSummary, summarize
 from ...theory import exact_log_mass
 from ..links import choose_pages, coverage, group_coverage_ratio, log_mass_error, page_mass
-from .means import Means, Row, series
+from .means import Means, Row, line_panels
 
 if TYPE_CHECKING:  # it needs Transformers, and the command line does not
     from ..capture import Captured
@@ -79,16 +79,8 @@ def rows(
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
     """Coverage and weighted log-mass error against rank, a line for each number of bits, at the first budget."""
-    lines = [row for row in rows if row["budget"] == rows[0]["budget"]]
-    panels = figure.subplots(1, 2)
     titles = {
         "coverage_ratio": f"coverage / oracle's, {rows[0]['budget']} tokens",
         "log_mass_weighted": "log-mass error, nats, by share",
     }
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
-        for bits, drawn in series(lines, "bits").items():
-            axes.plot([row["rank"] for row in drawn], [row[name] for row in drawn], "o-", label=f"{bits} bits")
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("rank")
-        axes.grid(alpha=0.3)
-    panels[0].legend()
+    line_panels(rows, figure, titles, "rank", "bits", "{} bits", "rank")

@@ -15,7 +15,7 @@ from ...selectors import Locks, LocksReranked, Selector
 from ...theory import exact_log_mass
 from ..carriers import carrier_pages
 from ..links import choose_pages, coverage, group_coverage_ratio, kept_pages, page_mass
-from .means import Means, Row, series
+from .means import Means, Row, line_panels
 
 if TYPE_CHECKING:  # it needs Transformers, and the command line does not
     from ..capture import Captured
@@ -73,17 +73,8 @@ def rows(
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
     """Coverage and retention against the factor, a line for each rank, at the first budget."""
-    lines = [row for row in rows if row["budget"] == rows[0]["budget"]]
-    panels = figure.subplots(1, 2)
     titles = {
         "coverage_ratio": f"coverage / oracle's, {rows[0]['budget']} tokens",
         "retention": "carrier pages kept, of the oracle's",
     }
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
-        for rank, each in series(lines, "rank").items():
-            drawn = [row for row in each if row.get(name) is not None]
-            axes.plot([row["factor"] for row in drawn], [row[name] for row in drawn], "o-", label=f"rank {rank}")
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("pages looked at, in budgets (1: none)")
-        axes.grid(alpha=0.3)
-    panels[0].legend()
+    line_panels(rows, figure, titles, "factor", "rank", "rank {}", "pages looked at, in budgets (1: none)")
