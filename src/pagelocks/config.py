@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 64
 BASIS_BITS = (2, 4, 8, None)
@@ -98,3 +102,10 @@ def check_lengths(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
     if shape and (len(shape) != len(lead) or any(n not in (1, m) for n, m in zip(shape, lead, strict=True))):
         allowed = f"one number, or a shape that broadcasts to {lead} with as many dimensions"
         raise reject("lengths.shape", shape, allowed, "Add dimensions of size 1 with unsqueeze.")
+
+
+def lengths_on(lengths: Tensor, device: torch.device) -> Tensor:
+    """`lengths` on this device; one number that the CPU knows goes there without a wait."""
+    if lengths.ndim == 0 and lengths.device != device and lengths.device.type == "cpu":
+        return lengths.new_full((), int(lengths), device=device)
+    return lengths.to(device)

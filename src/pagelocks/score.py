@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import LocksConfig, check_lengths, reject
+from .config import LocksConfig, check_lengths, lengths_on, reject
 from .quantize import power_of_two
 from .summary import PageSummary
 
@@ -73,6 +73,7 @@ def page_share(log_mass: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor
     if log_mass.shape[-1] == 0:  # no complete page yet
         return log_mass.new_zeros((*log_mass.shape[:-2], 0), dtype=torch.float32)
     pages = torch.arange(log_mass.shape[-1], device=log_mass.device)
+    lengths = lengths_on(lengths, log_mass.device)
     complete = (pages + 1) * config.page_size <= lengths.unsqueeze(-1)  # (..., P)
     unknown = (log_mass.isnan() | (log_mass == torch.inf)).any(-2)
     scored = (complete & ~unknown).unsqueeze(-2)

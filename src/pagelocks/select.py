@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import LocksConfig, check_lengths
+from .config import LocksConfig, check_lengths, lengths_on
 
 
 def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
@@ -16,7 +16,8 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
     share : (..., P)
         From `page_share`.  Pages past P, up to the end of the sequence, count as share 0.
     lengths : integer (...)
-        Tokens in the sequence; one number, or as many dimensions as lead.
+        Tokens in the sequence; one number, or as many dimensions as lead.  On a GPU the largest is waited for, on the
+        CPU it is not.
     config : LocksConfig
 
     Returns
@@ -26,9 +27,10 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
         page; a page of share +inf comes before any other but sink and recent.
     """
     check_lengths(tuple(lengths.shape), tuple(share.shape[:-1]))
-    lengths = lengths.broadcast_to(share.shape[:-1]).to(torch.int64)
+    most = -(-int(lengths.max()) // config.page_size) if lengths.numel() else 0
+    lengths = lengths_on(lengths, share.device).broadcast_to(share.shape[:-1]).to(torch.int64)
     held = (lengths + config.page_size - 1).div(config.page_size, rounding_mode="floor").unsqueeze(-1)
-    columns = max(share.shape[-1], config.budget_pages, int(held.max()) if held.numel() else 0)
+    columns = max(share.shape[-1], config.budget_pages, most)
     share = torch.nn.functional.pad(share, (0, columns - share.shape[-1]))
     pages = torch.arange(columns, device=share.device).expand_as(share)
     always = (pages < config.sink_pages) | (pages >= held - config.recent_pages)

@@ -1,8 +1,9 @@
 """One prefill, many decodes: a batch of prompts answered by dense attention and by many methods, in Transformers.
 
 The prompts of a batch are alike in length.  They are prefilled once, densely, under the eyes of all selectors that
-learn; each method then decodes from a copy of that cache.  So the first token comes from dense attention, as in a
-server, and all others from the method.  KVzip is shown the prompt's repetition in between, on a copy of the cache.
+learn; each method then decodes from that cache, which is cut back to the prompts after it.  So the first token comes
+from dense attention, as in a server, and all others from the method.  KVzip is shown the prompt's repetition in
+between, on a copy of the cache.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class _Reads:
         self._config = config
         self.going = torch.ones(rows, dtype=torch.int64)
         self.steps = torch.zeros(rows, dtype=torch.int64)
-        self.sparse, self.read, self.skipped = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        self.sparse = torch.zeros(rows, dtype=torch.int64)
+        self._seen: list[tuple[Tensor, Tensor, int]] = []  # rows that went on, pages that each read, of so many
 
     def begin(self, going: Sequence[bool]) -> None:
         """A step, of these rows."""
@@ -91,17 +93,20 @@ class _Reads:
 
     def __call__(self, step: hf.SparseStep) -> None:
         """One layer of it."""
-        read = hf.distinct_pages(step.pages).cpu()
         pages = self._config.pages_in(step.keys.shape[-2]) * step.keys.shape[1]
         self.sparse += self.going
-        self.read += self.going * read
-        self.skipped += self.going * (pages - read)
+        self._seen.append((self.going, hf.distinct_pages(step.pages), pages))  # not to wait for a GPU in each layer
 
     def answers(self, tokens: list[list[int]], layers: int) -> Answers:
         """All of it, of a model of so many layers that select."""
         counts = zip(self.sparse.tolist(), self.steps.tolist(), strict=True)
         shares = [round(sparse / (steps * layers), 4) if steps else None for sparse, steps in counts]
-        return Answers(tokens, self.read.tolist(), self.skipped.tolist(), shares)
+        nothing = torch.zeros(1, len(tokens), dtype=torch.int64)
+        going = torch.stack([nothing[0], *(each[0] for each in self._seen)])
+        read = torch.cat([nothing, torch.stack([each[1] for each in self._seen]).cpu()]) if self._seen else nothing
+        pages = torch.tensor([0, *(each[2] for each in self._seen)]).unsqueeze(-1)
+        skipped = pages - read
+        return Answers(tokens, (going * read).sum(0).tolist(), (going * skipped).sum(0).tolist(), shares)
 
 
 class _Ensemble:
@@ -130,6 +135,12 @@ class _Ensemble:
 def _both(first: Callable[[hf.SparseStep], None], second: Callable[[hf.SparseStep], None], step: hf.SparseStep) -> None:
     first(step)
     second(step)
+
+
+def _only_appended_to(cache: Any) -> bool:
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class Runner:
@@ -266,10 +277,9 @@ class Runner:
         which a GPU does several times as fast: attention needs no mask.
         """
         from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
 
         rows, tokens = prompts.shape
-        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=self.model.config).layers)
+        plain = _only_appended_to(DynamicCache(config=self.model.config))
         in_chunks = not plain or any(map(self._learns, methods))
         at_once, width = (rows, self.chunk) if in_chunks else (max(1, PREFILLED // tokens), tokens)
         caches, first = [], []
@@ -315,7 +325,15 @@ class Runner:
 
     def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
         """Greedy tokens of each row up to a stop token; `reads` is told of each step."""
-        cache = copy.deepcopy(prompt_cache)
+        tokens, plain = prompt_cache.get_seq_length(), _only_appended_to(prompt_cache)
+        cache = prompt_cache if plain else copy.deepcopy(prompt_cache)
+        try:
+            return self._decode_on(cache, first, new_tokens, reads)
+        finally:
+            if plain and (added := cache.get_seq_length() - tokens):  # as it was, without a copy
+                cache.crop(-added)
+
+    def _decode_on(self, cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,6 @@ class Session:
     on_step : called with each `SparseStep`, after its pages are chosen and before they are attended
     attend_all : choose pages and tell `on_step`, but attend everything
     only_grows : the caller's word that each cache is only ever appended to; keys are then not compared step by step
-    layers : layer -> its counts
     """
 
     config: LocksConfig
@@ -88,25 +87,31 @@ class Session:
     on_step: Callable[[SparseStep], None] | None = None
     attend_all: bool = False
     only_grows: bool = False
-    layers: dict[int, LayerStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         group_rule(self.group_rule)
         self._state: dict[int, _Layer] = {}
+        self._counts: dict[int, LayerStatistics] = {}
+        self._read: dict[int, tuple[Tensor, int]] = {}  # pages read, on the device, of so many, not in `_counts` yet
         # The mask of the layer before, that layer, (rows, tokens, steps), and each row's own tokens.
         self.mask_seen: tuple[Tensor, int, tuple[int, int, int], list[tuple[int, int]]] | None = None
 
     def statistics(self) -> LayerStatistics:
         """All layers together."""
         total = LayerStatistics()
-        for layer in self.layers.values():
-            for name in vars(total):
-                setattr(total, name, getattr(total, name) + getattr(layer, name))
+        for layer in self._counts:
+            for name, count in vars(self.counts(layer)).items():
+                setattr(total, name, getattr(total, name) + count)
         return total
 
     def counts(self, layer: int) -> LayerStatistics:
-        """Those of one layer."""
-        return self.layers.setdefault(layer, LayerStatistics())
+        """Those of one layer, up to now."""
+        counts = self._counts.setdefault(layer, LayerStatistics())
+        if layer in self._read:
+            read, pages = self._read.pop(layer)
+            counts.pages_read += int(read)
+            counts.pages_skipped += pages - int(read)
+        return counts
 
     def selectors(self) -> dict[int, tuple[Selector, int]]:
         """Layer -> its selector of this batch, and the tokens that it has learnt from."""
@@ -157,7 +162,7 @@ class Session:
         (rows, kv_heads, G, head_dim), or None where they attend everything
         """
         config, tokens = self.config, keys.shape[-2]
-        counts, state = self.counts(layer), self._layer(layer)
+        counts, state = self._counts.setdefault(layer, LayerStatistics()), self._layer(layer)
         if rows not in state.pages:
             state.pages[rows] = CachedPages(config, keys, self.only_grows)
         pages = state.pages[rows]
@@ -168,7 +173,7 @@ class Session:
             self.observe(layer, query.unsqueeze(-2), keys, scale)
             counts.rows_dense += len(rows)
             return None
-        length = torch.tensor(tokens, device=keys.device)
+        length = torch.tensor(tokens)
         mass = state.selector.log_mass(query, pages, scale)
         share = group_rule(self.group_rule)(mass, length, config)
         chosen = select_pages(share, length, config)
@@ -179,9 +184,11 @@ class Session:
             counts.rows_dense += len(rows)
             return None
         counts.rows_sparse += len(rows)
-        read = int(distinct_pages(chosen).sum())
-        counts.pages_read += read
-        counts.pages_skipped += config.pages_in(tokens) * len(rows) * keys.shape[1] - read
+        read, pages_in = self._read.get(layer, (0, 0))  # the number is waited for when it is asked for
+        self._read[layer] = (
+            read + distinct_pages(chosen).sum(),
+            pages_in + config.pages_in(tokens) * len(rows) * keys.shape[1],
+        )
         if share.ndim == 3:
             return sparse_attention(query, keys, values, chosen, length, scale, config.page_size)
         keys, values = (x.unsqueeze(2).expand(*query.shape[:3], *x.shape[2:]) for x in (keys, values))

@@ -39,7 +39,7 @@ class LocksReranked:
         count = min(pages.count, self.factor * self._config.budget_pages)
         if not count:
             return mass
-        length = torch.tensor(pages.count * self._config.page_size, device=mass.device)
+        length = torch.tensor(pages.count * self._config.page_size)
         share = page_share(mass, length, self._config)
         best = share.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # (..., C)
         keys = pages.keys()
