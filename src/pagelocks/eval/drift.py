@@ -116,9 +116,12 @@ class Drift:
 
 
 class _Stream:
-    """A conversation under one method, with its own cache."""
+    """A conversation under one method.
 
-    def __init__(self, model: Any, method: Method) -> None:
+    With `only_grows` it has a cache of its own; else a token is taken back, and pages are compared at every step.
+    """
+
+    def __init__(self, model: Any, method: Method, only_grows: bool = True) -> None:
         from transformers import DynamicCache
 
         self._model = model
@@ -127,7 +130,7 @@ class _Stream:
         whole = LocksConfig(budget=16 * model.config.max_position_embeddings, dense_below=0)
         config = whole if method.selector == "dense" else method.config
         name = "exact" if method.selector == "dense" else method.selector
-        self.session = hf.attach(model, config, name, method.rule)
+        self.session = hf.attach(model, config, name, method.rule, only_grows=only_grows)
         self.cache: Any = DynamicCache(config=model.config)
 
     def feed(self, ids: Tensor) -> Tensor:
@@ -192,7 +195,11 @@ def _force(
     opening = _Opening(lead.cache, lead.feed(script.turns[0]))
     opening = _Opening(copy.deepcopy(lead.cache), opening.logits)
     # A selector that learns could not be told that the key it learnt from was taken back.
-    fresh = {method: _Stream(model, method) for method in methods if not streams[method].learns and _grows(lead.cache)}
+    fresh = {
+        method: _Stream(model, method, only_grows=False)
+        for method in methods
+        if not streams[method].learns and _grows(lead.cache)
+    }
     found = {method: Forced() for method in methods}
     spans: list[tuple[int, int]] = []  # of the cache: what each entry's step wrote
     said: list[int] = []
