@@ -42,8 +42,12 @@ def test_means_are_over_the_tasks_that_dense_attention_solves() -> None:
     assert (locks["score"], locks["coverage_ratio"], locks["retention"]) == (62.5, 0.85, 0.5)
     assert locks["against_dense"]["difference"] == -25 and locks["against_exact"]["difference"] == -12.5
     assert found["locks", 128]["against_exact"]["difference"] == -25 and "against_dense" not in found["dense", 0]
+    assert found["exact", 64]["against_locks"]["difference"] == 12.5 and locks["against_locks"]["difference"] == 0
     assert {row["selector"] for row in means(LINES, solved=90)} == {"dense", "exact", "locks", "quest"}
-    assert means_table(list(found.values())).row_count == 5
+    table = means_table(list(found.values()))
+    shown = [list(column.cells)[list(found).index(("exact", 64))] for column in table.columns]
+    assert shown[2:4] == ["exact", "64"] and shown[6] == "" and shown[7].startswith("+12.5 (")
+    assert table.row_count == 5
 
 
 def test_a_method_that_lacks_records_is_left_out() -> None:

@@ -69,7 +69,8 @@ def run_overview(arguments: argparse.Namespace) -> list[Line]:
 def means(lines: Sequence[Line], solved: float = SOLVED) -> list[Line]:
     """One object a context, selector, budget and rule that answered all of the tasks that dense attention solves.
 
-    Means of the tasks' means; `against_dense` and `against_exact` on all tasks' records together.
+    Means of the tasks' means; differences `against_dense`, at the same budget `against_exact` and `against_locks`, on
+    all tasks' records together.
     """
     lines = _complete(lines)
     cells = summaries(lines)
@@ -99,7 +100,8 @@ def means(lines: Sequence[Line], solved: float = SOLVED) -> list[Line]:
             about[name] = round(sum(values) / len(values), 4) if values else None
         if selector != "dense":
             about["against_dense"] = against(pooled, records.get((context, "dense", 0, "share"), {}))
-            about["against_exact"] = against(pooled, records.get((context, "exact", budget, rule), {}))
+            for other in ("exact", "locks"):
+                about[f"against_{other}"] = against(pooled, records.get((context, other, budget, rule), {}))
         found.append(about)
     return sorted(found, key=lambda about: about["context"])
 
@@ -148,10 +150,12 @@ def floors(lines: Sequence[Line], solved: float = SOLVED, within: float = WITHIN
 def means_table(rows: Sequence[Line]) -> Table:
     """`means`, for people: scores with the differences' intervals, coverage and retention."""
     table = Table(box=None, header_style="bold")
-    for name in ("context", "tasks", "selector", "budget", "score", "- dense", "- exact", "coverage", "retention"):
+    others = ("dense", "exact", "locks")
+    differences = (f"- {name}" for name in others)
+    for name in ("context", "tasks", "selector", "budget", "score", *differences, "coverage", "retention"):
         table.add_column(name, justify="left" if name == "selector" else "right")
     for row in rows:
-        sides = [row.get("against_dense"), row.get("against_exact") if row["selector"] != "exact" else None]
+        sides = [row.get(f"against_{name}") if row["selector"] != name else None for name in others]
         rule = "" if row["rule"] == "share" else f" ({row['rule']})"
         table.add_row(
             f"{row['context']:,}",
