@@ -101,12 +101,13 @@ class _Reads:
         """All of it, of a model of so many layers that select."""
         counts = zip(self.sparse.tolist(), self.steps.tolist(), strict=True)
         shares = [round(sparse / (steps * layers), 4) if steps else None for sparse, steps in counts]
-        nothing = torch.zeros(1, len(tokens), dtype=torch.int64)
-        going = torch.stack([nothing[0], *(each[0] for each in self._seen)])
-        read = torch.cat([nothing, torch.stack([each[1] for each in self._seen]).cpu()]) if self._seen else nothing
-        pages = torch.tensor([0, *(each[2] for each in self._seen)]).unsqueeze(-1)
-        skipped = pages - read
-        return Answers(tokens, (going * read).sum(0).tolist(), (going * skipped).sum(0).tolist(), shares)
+        read = skipped = torch.zeros(len(tokens), dtype=torch.int64)
+        if self._seen:
+            going, numbers, pages = zip(*self._seen, strict=True)
+            of_steps, went_on = torch.stack(numbers).cpu(), torch.stack(going)
+            read = (went_on * of_steps).sum(0)
+            skipped = (went_on * (torch.tensor(pages).unsqueeze(-1) - of_steps)).sum(0)
+        return Answers(tokens, read.tolist(), skipped.tolist(), shares)
 
 
 class _Ensemble:
