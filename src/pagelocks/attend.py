@@ -43,8 +43,8 @@ def sparse_attention(
     pages : integer (..., k)
         Distinct page ids in any order, -1 for none; tokens past `lengths` are not attended.
     lengths : integer (...)
-        Tokens in the sequence; one number, or as many dimensions as lead.  On a GPU the largest is waited for, on the
-        CPU it is not.
+        Tokens in the sequence; one number, or as many dimensions as lead.  On the CPU
+        they save a wait for the GPU.
     scale : float
     page_size : int
 
@@ -62,12 +62,12 @@ def sparse_attention(
         raise reject("values.shape", tuple(values.shape), allowed, "Pass the K and V of the same tokens.")
     check_lengths(tuple(lengths.shape), tuple(pages.shape[:-1]))
     tokens, head_dim = keys.shape[-2:]
-    most = int(lengths.max()) if lengths.numel() else 0
+    longest = int(lengths.max()) if lengths.numel() else 0
     lengths = lengths_on(lengths, pages.device)
     within = torch.arange(page_size, device=pages.device)
     index = (pages.to(torch.int64).unsqueeze(-1) * page_size + within).flatten(-2)  # (..., k * page_size)
     mask = (pages >= 0).repeat_interleave(page_size, -1) & (index < lengths.unsqueeze(-1))
-    if most > tokens and bool((mask & (index >= tokens)).any()):
+    if longest > tokens and bool((mask & (index >= tokens)).any()):
         allowed = f"page {int(pages.max())} is listed, but {tokens} tokens were given"
         raise reject("lengths", lengths.tolist(), allowed, "Pass every token of the sequence, and its length.")
     if tokens == 0:

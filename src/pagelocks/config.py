@@ -105,7 +105,7 @@ def check_lengths(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
 
 
 def lengths_on(lengths: Tensor, device: torch.device) -> Tensor:
-    """`lengths` on this device; one number that the CPU knows goes there without a wait."""
+    """`lengths` on this device; one number of the CPU's goes there without a wait, more do not."""
     if lengths.ndim == 0 and lengths.device != device and lengths.device.type == "cpu":
         return lengths.new_full((), int(lengths), device=device)
     return lengths.to(device)

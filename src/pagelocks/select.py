@@ -16,8 +16,8 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
     share : (..., P)
         From `page_share`.  Pages past P, up to the end of the sequence, count as share 0.
     lengths : integer (...)
-        Tokens in the sequence; one number, or as many dimensions as lead.  On a GPU the largest is waited for, on the
-        CPU it is not.
+        Tokens in the sequence; one number, or as many dimensions as lead.  On the CPU
+        they save a wait for the GPU.
     config : LocksConfig
 
     Returns
@@ -27,10 +27,10 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
         page; a page of share +inf comes before any other but sink and recent.
     """
     check_lengths(tuple(lengths.shape), tuple(share.shape[:-1]))
-    most = -(-int(lengths.max()) // config.page_size) if lengths.numel() else 0
+    most_pages = -(-int(lengths.max()) // config.page_size) if lengths.numel() else 0
     lengths = lengths_on(lengths, share.device).broadcast_to(share.shape[:-1]).to(torch.int64)
     held = (lengths + config.page_size - 1).div(config.page_size, rounding_mode="floor").unsqueeze(-1)
-    columns = max(share.shape[-1], config.budget_pages, most)
+    columns = max(share.shape[-1], config.budget_pages, most_pages)
     share = torch.nn.functional.pad(share, (0, columns - share.shape[-1]))
     pages = torch.arange(columns, device=share.device).expand_as(share)
     always = (pages < config.sink_pages) | (pages >= held - config.recent_pages)

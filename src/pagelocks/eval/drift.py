@@ -118,7 +118,7 @@ class Drift:
 class _Stream:
     """A conversation under one method.
 
-    With `only_grows` it has a cache of its own; else a token is taken back, and pages are compared at every step.
+    With `only_grows` no token that its session has seen is taken back; else pages are compared at every step.
     """
 
     def __init__(self, model: Any, method: Method, only_grows: bool = True) -> None:

@@ -138,7 +138,8 @@ def _both(first: Callable[[hf.SparseStep], None], second: Callable[[hf.SparseSte
     second(step)
 
 
-def _only_appended_to(cache: Any) -> bool:
+def _croppable(cache: Any) -> bool:
+    """Whether every layer keeps all keys and values and nothing else, so that the last ones can be taken back."""
     from transformers.cache_utils import DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -280,8 +281,7 @@ class Runner:
         from transformers import DynamicCache
 
         rows, tokens = prompts.shape
-        plain = _only_appended_to(DynamicCache(config=self.model.config))
-        in_chunks = not plain or any(map(self._learns, methods))
+        in_chunks = not _croppable(DynamicCache(config=self.model.config)) or any(map(self._learns, methods))
         at_once, width = (rows, self.chunk) if in_chunks else (max(1, PREFILLED // tokens), tokens)
         caches, first = [], []
         for some in torch.split(prompts, at_once):
@@ -326,15 +326,8 @@ class Runner:
 
     def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
         """Greedy tokens of each row up to a stop token; `reads` is told of each step."""
-        tokens, plain = prompt_cache.get_seq_length(), _only_appended_to(prompt_cache)
-        cache = prompt_cache if plain else copy.deepcopy(prompt_cache)
-        try:
-            return self._decode_on(cache, first, new_tokens, reads)
-        finally:
-            if plain and (added := cache.get_seq_length() - tokens):  # as it was, without a copy
-                cache.crop(-added)
-
-    def _decode_on(self, cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
+        croppable, tokens = _croppable(prompt_cache), prompt_cache.get_seq_length()
+        cache = prompt_cache if croppable else copy.deepcopy(prompt_cache)
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
         while True:
@@ -345,7 +338,10 @@ class Runner:
                         rows[row].append(value)
                         going[row] = len(rows[row]) < new_tokens
             if not any(going):
-                return rows
+                break
             reads.begin(going)
             logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].argmax(-1)
+        if croppable and (added := cache.get_seq_length() - tokens):  # the prompts' again, for the next method
+            cache.crop(-added)
+        return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ class Session:
         group_rule(self.group_rule)
         self._state: dict[int, _Layer] = {}
         self._counts: dict[int, LayerStatistics] = {}
-        self._read: dict[int, tuple[Tensor, int]] = {}  # pages read, on the device, of so many, not in `_counts` yet
+        # Layer -> pages read, a number on the device, and pages there were: of steps that are not in `_counts` yet.
+        self._unsettled: dict[int, tuple[Tensor, int]] = {}
         # The mask of the layer before, that layer, (rows, tokens, steps), and each row's own tokens.
         self.mask_seen: tuple[Tensor, int, tuple[int, int, int], list[tuple[int, int]]] | None = None
 
@@ -105,13 +106,14 @@ class Session:
         return total
 
     def counts(self, layer: int) -> LayerStatistics:
-        """Those of one layer, up to now."""
-        counts = self._counts.setdefault(layer, LayerStatistics())
-        if layer in self._read:
-            read, pages = self._read.pop(layer)
-            counts.pages_read += int(read)
-            counts.pages_skipped += pages - int(read)
-        return counts
+        """Those of one layer, up to now; waits for the GPU."""
+        counts = self._counts.get(layer, LayerStatistics())
+        if layer in self._unsettled:
+            on_device, pages = self._unsettled.pop(layer)
+            read = int(on_device)
+            counts.pages_read += read
+            counts.pages_skipped += pages - read
+        return replace(counts)
 
     def selectors(self) -> dict[int, tuple[Selector, int]]:
         """Layer -> its selector of this batch, and the tokens that it has learnt from."""
@@ -184,11 +186,9 @@ class Session:
             counts.rows_dense += len(rows)
             return None
         counts.rows_sparse += len(rows)
-        read, pages_in = self._read.get(layer, (0, 0))  # the number is waited for when it is asked for
-        self._read[layer] = (
-            read + distinct_pages(chosen).sum(),
-            pages_in + config.pages_in(tokens) * len(rows) * keys.shape[1],
-        )
+        held = config.pages_in(tokens) * len(rows) * keys.shape[1]
+        read, there_were = self._unsettled.get(layer, (0, 0))
+        self._unsettled[layer] = read + distinct_pages(chosen).sum(), there_were + held
         if share.ndim == 3:
             return sparse_attention(query, keys, values, chosen, length, scale, config.page_size)
         keys, values = (x.unsqueeze(2).expand(*query.shape[:3], *x.shape[2:]) for x in (keys, values))
