@@ -92,6 +92,11 @@ def test_a_sparse_step_attends_the_pages_it_names_and_no_others(model: Any, sele
     read = sum(len(set(head.flatten().tolist())) for step in seen for head in step.pages[0])
     held = sum(2 * -(-step.keys.shape[2] // 16) for step in seen)
     assert (counts.pages_read, counts.pages_skipped) == (read, held - read) and counts.pages_skipped > 0
+    layers = [session.counts(layer) for layer in range(3)]
+    for name, total in vars(counts).items():
+        assert sum(getattr(each, name) for each in layers) == total and getattr(session.statistics(), name) == total
+    layers[0].pages_read += 1  # what is handed out is a copy
+    assert session.statistics() == counts and session.counts(3) == hf.LayerStatistics()
 
 
 def test_left_padding_and_batches_give_each_row_its_own(model: Any) -> None:

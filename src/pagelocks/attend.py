@@ -43,8 +43,8 @@ def sparse_attention(
     pages : integer (..., k)
         Distinct page ids in any order, -1 for none; tokens past `lengths` are not attended.
     lengths : integer (...)
-        Tokens in the sequence; one number, or as many dimensions as lead.  On the CPU
-        they save a wait for the GPU.
+        Tokens in the sequence; one number, or as many dimensions as lead.
+        On the CPU they save a wait for the GPU.
     scale : float
     page_size : int
 

@@ -16,8 +16,8 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
     share : (..., P)
         From `page_share`.  Pages past P, up to the end of the sequence, count as share 0.
     lengths : integer (...)
-        Tokens in the sequence; one number, or as many dimensions as lead.  On the CPU
-        they save a wait for the GPU.
+        Tokens in the sequence; one number, or as many dimensions as lead.
+        On the CPU they save a wait for the GPU.
     config : LocksConfig
 
     Returns

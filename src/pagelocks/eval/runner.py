@@ -83,11 +83,12 @@ class _Reads:
         self._config = config
         self.going = torch.ones(rows, dtype=torch.int64)
         self.steps = torch.zeros(rows, dtype=torch.int64)
-        self.sparse = torch.zeros(rows, dtype=torch.int64)
-        self._seen: list[tuple[Tensor, Tensor, int]] = []  # rows that went on, pages that each read, of so many
+        self.sparse, self.read, self.skipped = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        self._layers: list[tuple[Tensor, int]] = []  # of the step: pages that each row read, on its device, of so many
 
     def begin(self, going: Sequence[bool]) -> None:
         """A step, of these rows."""
+        self._end()
         self.going = torch.tensor(going).to(torch.int64)
         self.steps += self.going
 
@@ -95,19 +96,23 @@ class _Reads:
         """One layer of it."""
         pages = self._config.pages_in(step.keys.shape[-2]) * step.keys.shape[1]
         self.sparse += self.going
-        self._seen.append((self.going, hf.distinct_pages(step.pages), pages))  # not to wait for a GPU in each layer
+        self._layers.append((hf.distinct_pages(step.pages), pages))
+
+    def _end(self) -> None:
+        """The last step's numbers: a GPU is waited for once a step, not in each layer."""
+        if self._layers:
+            read, pages = zip(*self._layers, strict=True)
+            in_all = torch.stack(read).sum(0).cpu()
+            self.read += self.going * in_all
+            self.skipped += self.going * (sum(pages) - in_all)
+            self._layers = []
 
     def answers(self, tokens: list[list[int]], layers: int) -> Answers:
         """All of it, of a model of so many layers that select."""
+        self._end()
         counts = zip(self.sparse.tolist(), self.steps.tolist(), strict=True)
         shares = [round(sparse / (steps * layers), 4) if steps else None for sparse, steps in counts]
-        read = skipped = torch.zeros(len(tokens), dtype=torch.int64)
-        if self._seen:
-            going, numbers, pages = zip(*self._seen, strict=True)
-            of_steps, went_on = torch.stack(numbers).cpu(), torch.stack(going)
-            read = (went_on * of_steps).sum(0)
-            skipped = (went_on * (torch.tensor(pages).unsqueeze(-1) - of_steps)).sum(0)
-        return Answers(tokens, read.tolist(), skipped.tolist(), shares)
+        return Answers(tokens, self.read.tolist(), self.skipped.tolist(), shares)
 
 
 class _Ensemble:

@@ -91,7 +91,7 @@ class History(ABC):
         return 4 * page_size * group
 
     def _evict(self, mass: Tensor) -> Tensor:
-        count, length = mass.shape[-1], torch.tensor(self._tokens + 1, device=mass.device)
+        count, length = mass.shape[-1], torch.tensor(self._tokens + 1)
         if self._evicted is None:
             self._evicted = mass.new_zeros((*mass.shape[:-2], 0), dtype=torch.bool)
         evicted = pad(self._evicted, (0, max(0, count - self._evicted.shape[-1])))
