@@ -14,7 +14,7 @@ from test_hf import generate, make_model, prompt
 import pagelocks.hf as hf
 from pagelocks import LocksConfig
 from pagelocks.cli import main
-from pagelocks.eval import drift_run
+from pagelocks.eval import drift, drift_run
 from pagelocks.eval.drift import Drift, Forced, Free, Sampler, Script, measure
 from pagelocks.eval.drift_run import drift_table, first_difference, repetition, summarize
 from pagelocks.eval.runner import Method
@@ -136,7 +136,7 @@ def test_a_summary_of_runs() -> None:
         zero = Forced(place, turn, *([0.0] * 127 for _ in range(3)), [], [], [0.0] * 127, [0.0] * 127)
         free = {methods[0]: Free([said[0], 9, *said[2:]], 20, 60), methods[1]: Free(said, 0, 0)}
         runs.append(Drift(said, dict(zip(methods, (drawn, zero), strict=True)), free))
-    random, learns = summarize(runs, methods, 1)
+    random, learns = summarize(runs, methods, 1, 128)
     assert (random["n"], random["tokens"], random["pages_read_share"], learns["pages_read_share"]) == (
         2,
         128,
@@ -160,8 +160,41 @@ def test_a_summary_of_runs() -> None:
     assert learns["kl"] == learns["kl_per_1000"] == learns["keys"] == {"mean": 0, "low": 0, "high": 0}
     assert "kl_fresh" not in learns and "kl_carried_per_1000" not in learns
     assert drift_table([random, learns]).row_count == 2
-    turns = summarize(runs, methods, 4)[0]
+    turns = summarize(runs, methods, 4, 128)[0]
     assert [part["first"] for part in turns["parts"]] == [0, 32, 64, 96] and turns["kl"] == random["kl"]
+
+
+def test_what_is_reported_on_the_way_is_the_beginning_of_the_whole(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "REPORT", 7)
+    methods, seen = [Method("locks", 64), Method("random", 64)], []
+    found = measure(model, CHAT, methods, Sampler(2, 0.7), report=lambda so_far: seen.append(copy.deepcopy(so_far)))
+    assert [(len(each.dense), len(each.free)) for each in seen] == [(7, 0), (14, 0), (18, 0), (18, 1)]
+    for each in seen:
+        count = len(each.dense)
+        assert each.dense == found.dense[:count] and all(found.free[key] == free for key, free in each.free.items())
+        for method, whole in found.forced.items():
+            for name, values in vars(each.forced[method]).items():
+                assert values == getattr(whole, name)[: count - 1] and len(values) == count - 1, name
+
+
+def test_a_summary_of_a_run_that_goes_on() -> None:
+    method, names = Method("locks", 64), ("kl", "agreement", "nll_difference", "keys", "values")
+    runs = []
+    for count in (192, 80):
+        said = torch.randint(9, (count,)).tolist()
+        numbers = {name: torch.rand(count - 1).tolist() for name in names}
+        runs.append(Drift(said, {method: Forced(list(range(1, count)), [0] * (count - 1), **numbers)}, {}))
+    (alone,) = summarize(runs[1:], [method], 1, 192)
+    assert [part["first"] for part in alone["parts"]] == [0, 24, 48, 72] and alone["tokens"] == 192
+    assert alone["free_n"] == 0 and "equal_share" not in alone and "repetition" not in alone
+    assert alone["parts"][3]["kl"] == pytest.approx(sum(runs[1].forced[method].kl[71:]) / 8, rel=1e-4)
+    runs[0].free[method] = Free([*runs[0].dense[:-1], 9], 1, 3)
+    (both,) = summarize(runs, [method], 1, 192)
+    assert both["free_n"] == 1 and both["n"] == 2 and both["first_difference"] == [191]
+    assert both["equal_share"] == pytest.approx(191 / 192, rel=1e-4) and both["pages_read_share"] == 0.25
+    assert both["repetition_dense"] == pytest.approx(repetition(runs[0].dense), rel=1e-4)
+    later = torch.tensor(runs[0].forced[method].kl[95:119])
+    assert len(both["parts"]) == 8 and both["parts"][4]["kl"] == pytest.approx(float(later.mean()), rel=1e-4)
 
 
 def test_first_differences_and_repetition() -> None:

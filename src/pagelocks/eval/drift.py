@@ -24,6 +24,8 @@ from .runner import Method
 
 CHUNK = 2048
 """Tokens of a turn that are prefilled at a time."""
+REPORT = 256
+"""Tokens of dense attention's answers after which what was found so far is reported."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one script: dense attention's answers, end to end, and each method's numbers."""
+    """Of one script: dense attention's answers, end to end, and each method's numbers, free ones as far as they are."""
 
     dense: list[int]
     forced: dict[Method, Forced]
@@ -164,6 +166,7 @@ def measure(
     methods: Sequence[Method],
     sampler: Sampler,
     advance: Callable[[], None] = lambda: None,
+    report: Callable[[Drift], None] = lambda so_far: None,
 ) -> Drift:
     """Dense attention's conversation, and every method's beside it; the model has dense attention afterwards.
 
@@ -177,18 +180,29 @@ def measure(
     sampler : Sampler
     advance : callable
         Called after each token of dense attention, and of each method that answers freely.
+    report : callable
+        Called with what there is after every `REPORT` tokens of dense attention, and before and after free answers: a
+        long run that is stopped has shown that much.
     """
     try:
         with torch.inference_mode():
-            dense, opening, forced = _force(model, script, methods, sampler, advance)
-            free = {method: _answer(model, script, method, sampler, opening, advance) for method in methods}
+            dense, opening, forced = _force(model, script, methods, sampler, advance, report)
+            found = Drift(dense, forced, {})
+            for method in methods:
+                report(found)
+                found.free[method] = _answer(model, script, method, sampler, opening, advance)
     finally:
         hf.detach(model)
-    return Drift(dense, forced, free)
+    return found
 
 
 def _force(
-    model: Any, script: Script, methods: Sequence[Method], sampler: Sampler, advance: Callable[[], None]
+    model: Any,
+    script: Script,
+    methods: Sequence[Method],
+    sampler: Sampler,
+    advance: Callable[[], None],
+    report: Callable[[Drift], None],
 ) -> tuple[list[int], _Opening, dict[Method, Forced]]:
     lead = _Stream(model, Method("dense"))
     streams = {method: _Stream(model, method) for method in methods}
@@ -234,8 +248,12 @@ def _force(
             said.append(token)
             ids = turn.new_tensor([[token]])
             advance()
-    for method, stream in streams.items():
-        found[method].keys, found[method].values = _written(lead.cache, stream.cache, spans)
+            last = len(said) == len(script.turns) * script.new_tokens
+            if last or len(said) % REPORT == 0:
+                for method, stream in streams.items():
+                    found[method].keys, found[method].values = _written(lead.cache, stream.cache, spans)
+                if not last:
+                    report(Drift(said, found, {}))
     return said, opening, found
 
 

@@ -14,6 +14,7 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,22 +80,27 @@ def run_drift(arguments: argparse.Namespace) -> Any:
     settings = ("prompt_tokens", "new_tokens", "turn_tokens", "prompts", "temperature", "seed")
     result = about | {name: getattr(arguments, name) for name in settings} | {"bins": BINS, "block": BLOCK}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    cells: list[dict[str, Any]] = []
+    cells: dict[int, list[dict[str, Any]]] = {}  # by turns
+
+    def write(turns: int, *runs: Drift) -> None:
+        cells[turns] = summarize(runs, methods, turns, arguments.new_tokens)
+        result["cells"] = [cell for each in cells.values() for cell in each]
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
     share = 1 / (1 + len(methods))  # of a token, by dense attention or a free answer
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(arguments.turns) * arguments.prompts * arguments.new_tokens)
         for turns in arguments.turns:
-            runs = []
+            runs: list[Drift] = []
             for index in range(arguments.prompts):
                 progress.update(bar, description=f"{turns} turn{'s'[: turns > 1]}, prompt {index + 1}")
                 script = make_script(tokenizer, arguments, turns, index, model.device)
                 sampler = Sampler(arguments.seed + index, arguments.temperature, tuple(stop_tokens(model, tokenizer)))
-                runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share)))
-                result["cells"] = cells + summarize(runs, methods, turns)
-                arguments.output.write_text(json.dumps(result, indent=1) + "\n")  # each time: long runs get stopped
-            cells = result["cells"]
+                report = partial(write, turns, *runs)
+                runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share), report))
+                write(turns, *runs)
     if not arguments.json:
-        table_console().print(drift_table(cells))
+        table_console().print(drift_table(result["cells"]))
     return result
 
 
@@ -123,9 +129,12 @@ def _fit(tokenizer: Any, form: str, most: int, draw: random.Random, turn: Any) -
     return text(count)
 
 
-def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int) -> list[dict[str, Any]]:
-    """One object a method, over prompts: `parts` along the answers, means, slopes for 1,000 tokens, free answers."""
-    tokens = len(runs[0].dense)
+def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, tokens: int) -> list[dict[str, Any]]:
+    """One object a method, over prompts: `parts` along the answers, means, slopes for 1,000 tokens, free answers.
+
+    The last run may be one that goes on: parts that it has not reached are of the others, or not there, and free
+    answers are those of the `free_n` prompts that have one.
+    """
     width = tokens // (BINS if turns == 1 else turns)
     cells = []
     for method in methods:
@@ -139,20 +148,26 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int) -> l
             part: dict[str, Any] = {"first": first, "after": first + width}
             for name in names:
                 values = torch.cat([each[name][kept] for each, kept in zip(series, inside, strict=True)])
-                part[name] = _round(float(values.mean()))
-            cell["parts"].append(part)
+                if len(values):
+                    part[name] = _round(float(values.mean()))
+            if len(part) > 2:
+                cell["parts"].append(part)
         for name in names:
             mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
             cell[name] = _interval(mean, 1)
             cell[f"{name}_per_1000"] = _interval(slope, 1000)
-        free = [run.free[method] for run in runs]
-        pairs = list(zip((run.dense for run in runs), (each.tokens for each in free), strict=True))
+        free = [run.free[method] for run in runs if method in run.free]
+        pairs = [(run.dense, run.free[method].tokens) for run in runs if method in run.free]
+        cell["free_n"] = len(free)
+        if not free:
+            cells.append(cell)
+            continue
         cell["first_difference"] = [first_difference(*pair) for pair in pairs]
         cell["equal_share"] = _round(
-            sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / tokens / len(runs)
+            sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / tokens / len(free)
         )
-        cell["repetition"] = _round(sum(repetition(said) for _, said in pairs) / len(runs))
-        cell["repetition_dense"] = _round(sum(repetition(said) for said, _ in pairs) / len(runs))
+        cell["repetition"] = _round(sum(repetition(said) for _, said in pairs) / len(free))
+        cell["repetition_dense"] = _round(sum(repetition(said) for said, _ in pairs) / len(free))
         read, skipped = (sum(getattr(each, name) for each in free) for name in ("pages_read", "pages_skipped"))
         cell["pages_read_share"] = _round(read / (read + skipped)) if read + skipped else None
         cells.append(cell)
