@@ -73,7 +73,7 @@ def means(lines: Sequence[Line], solved: float = SOLVED) -> list[Line]:
     all tasks' records together.
     """
     lines = _complete(lines)
-    cells = summaries(lines)
+    cells = summaries(lines, compare=False)
     tasks: dict[int, list[str]] = defaultdict(list)
     for cell in cells:
         if cell["selector"] == "dense" and cell["score"] >= solved:
@@ -125,7 +125,7 @@ def floors(lines: Sequence[Line], solved: float = SOLVED, within: float = WITHIN
     By the rule "share".  A budget counts if the score there, and at all larger budgets that were run, is at most
     `within` points below dense attention's.
     """
-    cells = summaries(_complete(lines))
+    cells = summaries(_complete(lines), compare=False)
     found = []
     for dense in cells:
         if dense["selector"] != "dense" or dense["score"] < solved:

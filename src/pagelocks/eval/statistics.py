@@ -8,8 +8,9 @@ averaged first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import torch
@@ -22,6 +23,7 @@ Scores = Sequence[float] | Sequence[bool] | Tensor
 EXACT_FLIPS = 16
 """Up to this many differences, `permutation_test` goes through all 2**n signs."""
 _AT_ONCE = 1 << 22  # numbers of a resampling held at a time: 32 MB
+_KEPT = 1 << 23  # numbers of a resampling, at most, that stay for the next scores of as many prompts: 64 MB
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,10 @@ def bootstrap_mean(scores: Scores, confidence: float = 0.95, draws: int = 10_000
     values = _scores("scores", scores)
     _check_draws(draws)
     tail = (1 - _confidence(confidence)) / 2
-    generator = torch.Generator().manual_seed(seed)
-    count, means = values.numel(), list[Tensor]()
-    for size in _chunks(draws, count):
-        means.append(values[torch.randint(count, (size, count), generator=generator)].mean(-1))
-    ends = torch.cat(means).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    count = values.numel()
+    samples = _kept_samples if draws * count <= _KEPT else _samples
+    means = torch.cat([times @ values / count for times in samples(count, draws, seed)])
+    ends = means.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
     return Interval(float(values.mean()), float(ends[0]), float(ends[1]), confidence)
 
 
@@ -190,6 +191,20 @@ def _differences(first: Scores, second: Scores) -> Tensor:
         allowed = f"as many scores as second, {right.numel()}"
         raise reject("first", f"{left.numel()} scores", allowed, "Score both on the same prompts, in one order.")
     return left - right
+
+
+def _samples(count: int, draws: int, seed: int) -> Iterator[Tensor]:
+    """How often each of `count` prompts is in each of `draws` samples with replacement: float64 (some, count)."""
+    generator = torch.Generator().manual_seed(seed)
+    for size in _chunks(draws, count):
+        drawn = torch.randint(count, (size, count), generator=generator)
+        ones = torch.ones(1, 1, dtype=torch.float64).expand(size, count)
+        yield torch.zeros(size, count, dtype=torch.float64).scatter_add_(1, drawn, ones)
+
+
+@lru_cache(maxsize=2)
+def _kept_samples(count: int, draws: int, seed: int) -> list[Tensor]:
+    return list(_samples(count, draws, seed))
 
 
 def _chunks(total: int, width: int) -> list[int]:

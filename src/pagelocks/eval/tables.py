@@ -55,12 +55,13 @@ def read_run(path: Path, flag: str = "FILE") -> tuple[Line, list[Line]]:
         raise reject(flag, str(path), f"a header and lines of a run ({error})", remedy) from error
 
 
-def summaries(lines: Sequence[Line]) -> list[Line]:
+def summaries(lines: Sequence[Line], compare: bool = True) -> list[Line]:
     """One object for each task, context, selector, budget and rule; scores from 0 to 100.
 
     Intervals of 95%: Wilson's where every score is right or wrong, else the bootstrap's, None for one record.
     `against_dense` and `against_exact` are mean differences on the records that both have, with interval and
-    permutation test; the oracle is the one at the same budget and rule.
+    permutation test; the oracle is the one at the same budget and rule.  Without `compare` both are left out: they take
+    the time.
     """
     cells: dict[tuple[Any, ...], dict[int, Line]] = defaultdict(dict)
     for line in lines:
@@ -82,7 +83,7 @@ def summaries(lines: Sequence[Line]) -> list[Line]:
             about[name] = round(sum(values) / len(values), 4) if values else None
         read, skipped = (sum(line[name] for line in records.values()) for name in ("pages_read", "pages_skipped"))
         about["pages_read_share"] = round(read / (read + skipped), 4) if read + skipped else None
-        if selector != "dense":
+        if compare and selector != "dense":
             about["against_dense"] = against(records, cells.get((task, context, "dense", 0, "share"), {}))
             about["against_exact"] = against(records, cells.get((task, context, "exact", budget, rule), {}))
         found.append(about)
