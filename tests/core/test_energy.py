@@ -7,7 +7,6 @@ import torch
 
 from pagelocks.eval.energy import (
     basis_energy,
-    energy_by_scope,
     error_by_property,
     page_energy,
     page_properties,
@@ -53,13 +52,12 @@ def test_a_page_s_own_basis_is_that_of_an_svd(page_size, head_dim, rank, dtype):
             captured, total = slow_energy(keys, basis)
             assert found.captured[head, page].item() == pytest.approx(captured)
             assert found.total[head, page].item() == pytest.approx(total)
-            assert found.by_page[head, page].item() == pytest.approx(captured / total)
         share = found.captured[head].sum() / found.total[head].sum()
         assert found.by_head[head].item() == pytest.approx(share.item())
     if head_dim >= 32:
         tail = spectral_tail(pages, rank)
         torch.testing.assert_close(found.total - found.captured, tail, rtol=1e-4, atol=1e-5)
-    assert found.by_page.max() < 1 - 1e-3
+    assert (found.captured < (1 - 1e-3) * found.total).all()
 
 
 def test_energy_by_hand():
@@ -70,10 +68,10 @@ def test_energy_by_hand():
     found = page_energy(page, 1)
     torch.testing.assert_close(found.captured, tensor([[18.0, 0.0]]))
     torch.testing.assert_close(found.total, tensor([[20.0, 0.0]]))
-    torch.testing.assert_close(found.by_page, tensor([[0.9, 1.0]]))
     torch.testing.assert_close(found.by_head, tensor([0.9]))
+    torch.testing.assert_close(page_energy(page[:, 1:], 1).by_head, tensor([1.0]))
     other = torch.eye(32)[:, 1:2]
-    torch.testing.assert_close(basis_energy(page, other).by_page, tensor([[0.1, 1.0]]))
+    torch.testing.assert_close(basis_energy(page, other).captured, tensor([[2.0, 0.0]]))
     assert page_energy(torch.ones(1, 1, 8, 32), 4).by_head.tolist() == [1.0]
 
 
@@ -118,20 +116,19 @@ def test_no_other_shared_basis_holds_more_of_the_within_page_energy():
 
 def test_scopes_are_in_order_and_are_what_they_are_called():
     pages, elsewhere = pages_of(7, pages=12), [pages_of(8), pages_of(9)]
-    calibrated = shared_basis(elsewhere, 3)
-    found = energy_by_scope(pages, 3, calibrated)
-    assert list(found) == ["page", "sequence", "global"]
-    assert (found["page"].by_head > found["sequence"].by_head + 0.05).all()
-    assert (found["sequence"].by_head > found["global"].by_head + 0.01).all()
-    for energy in found.values():
-        torch.testing.assert_close(energy.total, found["page"].total)
-    torch.testing.assert_close(found["global"].captured, basis_energy(pages, calibrated).captured)
-    torch.testing.assert_close(found["sequence"].captured, basis_energy(pages, shared_basis([pages], 3)).captured)
-    centred = energy_by_scope(pages, 3, calibrated, "sequence")["sequence"]
-    assert (centred.by_head < found["sequence"].by_head).all()
+    own, sequence, calibrated = (
+        page_energy(pages, 3),
+        *(basis_energy(pages, shared_basis(fitted, 3)) for fitted in ([pages], elsewhere)),
+    )
+    assert (own.by_head > sequence.by_head + 0.05).all()
+    assert (sequence.by_head > calibrated.by_head + 0.01).all()
+    for energy in (sequence, calibrated):
+        torch.testing.assert_close(energy.total, own.total)
+    centred = basis_energy(pages, shared_basis([pages], 3, "sequence"))
+    assert (centred.by_head < sequence.by_head).all()
     # One page is its own sequence.
-    single = energy_by_scope(pages[:, :1], 3, calibrated)
-    torch.testing.assert_close(single["page"].captured, single["sequence"].captured)
+    first = pages[:, :1]
+    torch.testing.assert_close(page_energy(first, 3).captured, basis_energy(first, shared_basis([first], 3)).captured)
 
 
 def test_reconstruction_loses_what_the_basis_does_not_hold():
@@ -220,7 +217,6 @@ def test_binned_errors_against_sorting(bins):
         (lambda pages: basis_energy(pages, torch.eye(32).expand(3, -1, -1)), ["basis.shape=(3, 32, 32)"]),
         (lambda pages: basis_energy(pages, torch.eye(32)[:, :3] * 1.01), ["orthonormal", "qr"]),
         (lambda pages: reconstruct(pages, torch.eye(32) * math.nan), ["orthonormal"]),
-        (lambda pages: energy_by_scope(pages, 3, torch.eye(32)), ["calibrated.shape[-1]=32", "rank = 3"]),
         (lambda pages: error_by_property(pages, pages, 0), ["bins=0"]),
         (lambda pages: error_by_property(pages, pages[:, :2]), ["values.shape=(2, 2, 8, 32)", "unsqueeze"]),
         (lambda pages: error_by_property(pages / 0, pages), ["error, values"]),
@@ -237,6 +233,7 @@ def test_on_real_keys_the_smaller_scope_holds_more(real_layers):
     for layer in real_layers.values():
         pages = layer.pages()
         half = pages.shape[1] // 2
-        found = energy_by_scope(pages[:, half:], 8, shared_basis([pages[:, :half]], 8))
-        own, sequence, shared = (found[scope].by_page.mean() for scope in ("page", "sequence", "global"))
+        later, bases = pages[:, half:], [shared_basis([part], 8) for part in (pages[:, half:], pages[:, :half])]
+        found = [page_energy(later, 8), *(basis_energy(later, basis) for basis in bases)]
+        own, sequence, shared = ((energy.captured / energy.total).mean() for energy in found)
         assert own > 0.85 and own > sequence + 0.1 and sequence > shared + 0.01

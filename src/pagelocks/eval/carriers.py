@@ -82,42 +82,6 @@ def retrieval_heads(retentions: Sequence[Retention], least_mass: float) -> Tenso
     return _stacked(retentions, "mass").mean(0) >= least_mass
 
 
-@dataclass(frozen=True)
-class RetentionRate:
-    """Means over (head, record) pairs: `every`, the share that kept all carrier pages; `fraction`, of pages kept."""
-
-    every: float
-    fraction: float
-    pairs: int
-
-
-def retention_rate(retentions: Sequence[Retention], heads: Tensor | None = None) -> RetentionRate | None:
-    """How often carriers were kept, over records of one layer.
-
-    Parameters
-    ----------
-    retentions : sequence of Retention, of the same H and G
-    heads : bool (H, G), optional
-        Count these query heads, each with its group's choice: `retrieval_heads(...)`, or its negation for the rest.
-        Without it, each KV head counts once.
-
-    Returns
-    -------
-    RetentionRate or None
-        None if there is no such head.  Rates of layers join weighted by `pairs`.
-    """
-    every, fraction = _stacked(retentions, "every").double(), _stacked(retentions, "fraction")
-    if heads is not None:
-        shape = tuple(retentions[0].mass.shape)
-        if tuple(heads.shape) != shape or heads.dtype != torch.bool:
-            found = f"{heads.dtype} of shape {tuple(heads.shape)}"
-            raise reject("heads", found, f"bool of shape {shape}", "Take it from retrieval_heads of the same layer.")
-        every, fraction = (part.unsqueeze(-1).expand(-1, *shape)[:, heads] for part in (every, fraction))
-    if every.numel() == 0:
-        return None
-    return RetentionRate(float(every.mean()), float(fraction.mean()), every.numel())
-
-
 def _stacked(retentions: Sequence[Retention], name: str) -> Tensor:
     shapes = sorted({tuple(each.mass.shape) for each in retentions})
     if len(shapes) != 1:

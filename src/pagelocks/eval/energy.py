@@ -30,13 +30,8 @@ class Energy:
     total: Tensor
 
     @property
-    def by_page(self) -> Tensor:
-        """(H, P): each page's fraction; 1 where a page's keys are all alike, for nothing is lost."""
-        return _fraction(self.captured, self.total)
-
-    @property
     def by_head(self) -> Tensor:
-        """(H,): the fraction of a KV head's energy, pages of much energy counting more."""
+        """(H,): the fraction of a KV head's energy, pages of much energy counting more; 1 if it has none."""
         return _fraction(self.captured.sum(-1), self.total.sum(-1))
 
 
@@ -111,22 +106,6 @@ def basis_energy(pages: Tensor, basis: Tensor) -> Energy:
     projected = centred.flatten(1, 2) @ basis.double()
     captured = torch.unflatten(projected, 1, pages.shape[1:3]).square().sum((-1, -2))
     return Energy(captured, centred.square().sum((-1, -2)))
-
-
-def energy_by_scope(pages: Tensor, rank: int, calibrated: Tensor, centre: Centre = "page") -> dict[str, Energy]:
-    """The same pages (H, P, B, d) at one rank: "page", "sequence" and "global", the last with a calibrated basis.
-
-    `calibrated` comes from other sequences than this one, or the global scope is flattered; it has `rank` columns, as
-    scopes are compared at one rank.
-    """
-    if calibrated.shape[-1] != rank:
-        raise reject("calibrated.shape[-1]", calibrated.shape[-1], f"rank = {rank} columns", "Take its first columns.")
-    own = shared_basis([pages], rank, centre)
-    return {
-        "page": page_energy(pages, rank),
-        "sequence": basis_energy(pages, own),
-        "global": basis_energy(pages, calibrated),
-    }
 
 
 def reconstruct(pages: Tensor, basis: Tensor) -> Tensor:

@@ -95,41 +95,6 @@ def bootstrap_difference(
 
 
 @dataclass(frozen=True)
-class SignTest:
-    """Pairs that `first` and `second` won, and the two-sided probability of a split as uneven if neither is better."""
-
-    first: int
-    second: int
-    p_value: float
-
-
-def sign_test(first: Scores, second: Scores) -> SignTest:
-    """The exact sign test: of the n pairs that differ, how many did either win?
-
-        p = min(1, 2 sum_{k <= min(wins)} C(n, k) / 2^n)
-
-    Right or wrong answers as 1 and 0 make it McNemar's exact test (McNemar, 1947).  Equal pairs say nothing and are
-    left out; without any other, p is 1.
-    """
-    difference = _differences(first, second)
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    pairs = wins + losses
-    # Integers to the end: the quotient is then rounded once, however many the pairs.
-    tail = 2 * sum(math.comb(pairs, k) for k in range(min(wins, losses) + 1))
-    return SignTest(wins, losses, min(1.0, tail / 2**pairs))
-
-
-def mcnemar_test(first: Scores, second: Scores) -> SignTest:
-    """McNemar's exact test of right (True, 1) and wrong (False, 0) answers; the counts are of answers only one got."""
-    for name, scores in (("first", first), ("second", second)):
-        values = _scores(name, scores, least=1)
-        others = values[(values != 0) & (values != 1)]
-        if others.numel():
-            raise reject(name, others[0].item(), "right or wrong: 1 and 0", "Use sign_test or permutation_test.")
-    return sign_test(first, second)
-
-
-@dataclass(frozen=True)
 class PermutationTest:
     """The mean of first - second, its two-sided p-value, and whether all signs were tried (`exact`) or some drawn."""
 
@@ -144,7 +109,8 @@ def permutation_test(first: Scores, second: Scores, draws: int = 20_000, seed: i
     If neither is better, a pair could as well have come in the other order, so every difference could have had the
     other sign: p is the share of the 2^n sign patterns whose |sum| reaches the one seen.  Up to `EXACT_FLIPS`
     differences that are not 0 (those change no sum) all patterns count; beyond, p = (1 + those that reach it) /
-    (1 + draws) of random ones, which never is 0 and keeps the test valid.
+    (1 + draws) of random ones, which never is 0 and keeps the test valid.  Of right and wrong answers, as 1 and 0, the
+    exact one is McNemar's (1947).
 
     Parameters
     ----------
