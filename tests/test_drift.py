@@ -187,12 +187,14 @@ def test_a_summary_of_a_run_that_goes_on() -> None:
     (alone,) = summarize(runs[1:], [method], 1, 192)
     assert [part["first"] for part in alone["parts"]] == [0, 24, 48, 72] and alone["tokens"] == 192
     assert alone["free_n"] == 0 and "equal_share" not in alone and "repetition" not in alone
+    assert alone["repetition_dense"] == pytest.approx(repetition(runs[1].dense), rel=1e-4)
     assert alone["parts"][3]["kl"] == pytest.approx(sum(runs[1].forced[method].kl[71:]) / 8, rel=1e-4)
     runs[0].free[method] = Free([*runs[0].dense[:-1], 9], 1, 3)
     (both,) = summarize(runs, [method], 1, 192)
     assert both["free_n"] == 1 and both["n"] == 2 and both["first_difference"] == [191]
     assert both["equal_share"] == pytest.approx(191 / 192, rel=1e-4) and both["pages_read_share"] == 0.25
-    assert both["repetition_dense"] == pytest.approx(repetition(runs[0].dense), rel=1e-4)
+    mean = (repetition(runs[0].dense) + repetition(runs[1].dense)) / 2
+    assert both["repetition_dense"] == pytest.approx(mean, rel=1e-4)
     later = torch.tensor(runs[0].forced[method].kl[95:119])
     assert len(both["parts"]) == 8 and both["parts"][4]["kl"] == pytest.approx(float(later.mean()), rel=1e-4)
 

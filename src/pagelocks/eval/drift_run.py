@@ -27,7 +27,7 @@ from ..config import reject
 from ..console import table_console
 from ..prompts import HAYSTACKS
 from .chat import first_turn, next_turn
-from .drift import Drift, Forced, Sampler, Script, measure
+from .drift import Drift, Forced, Free, Sampler, Script, measure
 from .loading import check_output, device_of, load_model, load_tokenizer, stop_tokens
 from .runner import Method
 from .statistics import Interval
@@ -156,22 +156,23 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, toke
             mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
             cell[name] = _interval(mean, 1)
             cell[f"{name}_per_1000"] = _interval(slope, 1000)
-        free = [run.free[method] for run in runs if method in run.free]
-        pairs = [(run.dense, run.free[method].tokens) for run in runs if method in run.free]
-        cell["free_n"] = len(free)
-        if not free:
-            cells.append(cell)
-            continue
-        cell["first_difference"] = [first_difference(*pair) for pair in pairs]
-        cell["equal_share"] = _round(
-            sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / tokens / len(free)
-        )
-        cell["repetition"] = _round(sum(repetition(said) for _, said in pairs) / len(free))
-        cell["repetition_dense"] = _round(sum(repetition(said) for said, _ in pairs) / len(free))
-        read, skipped = (sum(getattr(each, name) for each in free) for name in ("pages_read", "pages_skipped"))
-        cell["pages_read_share"] = _round(read / (read + skipped)) if read + skipped else None
-        cells.append(cell)
+        # Dense attention's own: a model that repeats itself is sure of its next token, whatever it reads.
+        cell["repetition_dense"] = _round(sum(repetition(run.dense) for run in runs) / len(runs))
+        free = [(run.dense, run.free[method]) for run in runs if method in run.free]
+        cells.append(cell | {"free_n": len(free)} | (_free_answers(free) if free else {}))
     return cells
+
+
+def _free_answers(pairs: Sequence[tuple[list[int], Free]]) -> dict[str, Any]:
+    """Of dense attention's answers and a method's own, over prompts."""
+    equal = [a == b for dense, free in pairs for a, b in zip(dense, free.tokens, strict=True)]
+    read, skipped = (sum(getattr(free, name) for _, free in pairs) for name in ("pages_read", "pages_skipped"))
+    return {
+        "first_difference": [first_difference(dense, free.tokens) for dense, free in pairs],
+        "equal_share": _round(sum(equal) / len(equal)),
+        "repetition": _round(sum(repetition(free.tokens) for _, free in pairs) / len(pairs)),
+        "pages_read_share": _round(read / (read + skipped)) if read + skipped else None,
+    }
 
 
 def first_difference(dense: Sequence[int], said: Sequence[int]) -> int | None:
