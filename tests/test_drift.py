@@ -117,13 +117,16 @@ def test_a_draw_is_a_draw_from_the_softmax_and_the_same_for_equal_logits() -> No
     assert Sampler(9, 0, (3,)).pick(logits, 0) == 2 and logits[3] == 5
 
 
-def test_layers_that_slide_are_left_out() -> None:
+def test_layers_that_slide_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = ["full_attention", "sliding_attention", "full_attention"]
-    gemma = make_model("Gemma3Text", layer_types=layers, sliding_window=32)
-    found = measure(gemma, Script((prompt(120),), 6), [Method("locks", 64)], Sampler())
-    forced = found.forced[Method("locks", 64)]
+    gemma = make_model("Gemma3Text", layer_types=layers, sliding_window=124)
+    monkeypatch.setattr(drift, "REPORT", 3)  # the window is not full then, and is at the end
+    method, seen = Method("locks", 64), []
+    script = Script((prompt(120),), 6)
+    found = measure(gemma, script, [method], Sampler(), report=lambda so_far: seen.append(copy.deepcopy(so_far)))
+    forced = found.forced[method]
     assert forced.kl_fresh == [] and len(forced.kl) == 5 and min(forced.kl) > 0
-    assert min(forced.keys) > 0
+    assert min(forced.keys) > 0 and seen[0].forced[method].keys == forced.keys[:2]
 
 
 def test_a_summary_of_runs() -> None:
@@ -168,7 +171,7 @@ def test_what_is_reported_on_the_way_is_the_beginning_of_the_whole(model: Any, m
     monkeypatch.setattr(drift, "REPORT", 7)
     methods, seen = [Method("locks", 64), Method("random", 64)], []
     found = measure(model, CHAT, methods, Sampler(2, 0.7), report=lambda so_far: seen.append(copy.deepcopy(so_far)))
-    assert [(len(each.dense), len(each.free)) for each in seen] == [(7, 0), (14, 0), (18, 0), (18, 1)]
+    assert [(len(each.dense), len(each.free)) for each in seen] == [(7, 0), (14, 0), (18, 0), (18, 1), (18, 2)]
     for each in seen:
         count = len(each.dense)
         assert each.dense == found.dense[:count] and all(found.free[key] == free for key, free in each.free.items())
@@ -186,12 +189,16 @@ def test_a_summary_of_a_run_that_goes_on() -> None:
         runs.append(Drift(said, {method: Forced(list(range(1, count)), [0] * (count - 1), **numbers)}, {}))
     (alone,) = summarize(runs[1:], [method], 1, 192)
     assert [part["first"] for part in alone["parts"]] == [0, 24, 48, 72] and alone["tokens"] == 192
-    assert alone["free_n"] == 0 and "equal_share" not in alone and "repetition" not in alone
+    assert (
+        alone["answered"] == [80] and alone["free_n"] == 0 and "equal_share" not in alone and "repetition" not in alone
+    )
     assert alone["repetition_dense"] == pytest.approx(repetition(runs[1].dense), rel=1e-4)
     assert alone["parts"][3]["kl"] == pytest.approx(sum(runs[1].forced[method].kl[71:]) / 8, rel=1e-4)
     runs[0].free[method] = Free([*runs[0].dense[:-1], 9], 1, 3)
     (both,) = summarize(runs, [method], 1, 192)
-    assert both["free_n"] == 1 and both["n"] == 2 and both["first_difference"] == [191]
+    assert (
+        both["answered"] == [192, 80] and both["free_n"] == 1 and both["n"] == 2 and both["first_difference"] == [191]
+    )
     assert both["equal_share"] == pytest.approx(191 / 192, rel=1e-4) and both["pages_read_share"] == 0.25
     mean = (repetition(runs[0].dense) + repetition(runs[1].dense)) / 2
     assert both["repetition_dense"] == pytest.approx(mean, rel=1e-4)
@@ -235,6 +242,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     options = ["--prompt-tokens", "200", "--new-tokens", "32", "--turns", "4", "--turn-tokens", "80", "--prompts", "1"]
     options += ["--selector", "locks", "--budget", "64", "--device", "cpu", "--output", str(tmp_path / "f.json")]
     assert main(["eval", "drift", "--model", str(tmp_path / "tiny"), *options]) == 0
+    assert [path.name for path in tmp_path.glob("f.json*")] == ["f.json"]
     assert "turns" in capsys.readouterr().out
     result = json.loads((tmp_path / "f.json").read_text())
     assert (result["seed"], result["temperature"], result["model"]) == (0, 0.0, "tiny") and "torch" in result[

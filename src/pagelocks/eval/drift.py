@@ -181,16 +181,16 @@ def measure(
     advance : callable
         Called after each token of dense attention, and of each method that answers freely.
     report : callable
-        Called with what there is after every `REPORT` tokens of dense attention, and before and after free answers: a
-        long run that is stopped has shown that much.
+        Called with what there is after every `REPORT` tokens of dense attention, after all of them, and after each
+        method's free answer: a long run that is stopped has shown that much.
     """
     try:
         with torch.inference_mode():
             dense, opening, forced = _force(model, script, methods, sampler, advance, report)
             found = Drift(dense, forced, {})
             for method in methods:
-                report(found)
                 found.free[method] = _answer(model, script, method, sampler, opening, advance)
+                report(found)
     finally:
         hf.detach(model)
     return found
@@ -248,12 +248,10 @@ def _force(
             said.append(token)
             ids = turn.new_tensor([[token]])
             advance()
-            last = len(said) == len(script.turns) * script.new_tokens
-            if last or len(said) % REPORT == 0:
+            if len(said) % REPORT == 0 or len(said) == len(script.turns) * script.new_tokens:
                 for method, stream in streams.items():
                     found[method].keys, found[method].values = _written(lead.cache, stream.cache, spans)
-                if not last:
-                    report(Drift(said, found, {}))
+                report(Drift(said, found, {}))
     return said, opening, found
 
 
@@ -284,7 +282,11 @@ def _again(stream: _Stream, ids: Tensor, cache: Any) -> Tensor:
 
 def _grows(cache: Any) -> bool:
     """Whether all layers keep every token, so that the last one can be taken back."""
-    return not any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    return not any(map(_slides, cache.layers))
+
+
+def _slides(layer: Any) -> bool:
+    return getattr(layer, "is_sliding", False)
 
 
 def _length(cache: Any) -> int:
@@ -302,15 +304,14 @@ def _compare(dense: Tensor, theirs: Tensor, token: int) -> tuple[float, float, f
 
 def _written(dense: Any, theirs: Any, spans: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
     """Relative differences of the keys and of the values in these spans of two caches, layers that slide left out."""
-    length = _length(dense)
+    layers = [pair for pair in zip(dense.layers, theirs.layers, strict=True) if not _slides(pair[0])]
     found = []
     for name in ("keys", "values"):
-        off = norm = torch.zeros(length, dtype=torch.float64)
-        for ours, other in zip(dense.layers, theirs.layers, strict=True):
-            first, second = getattr(ours, name)[0].double(), getattr(other, name)[0].double()
-            if first.shape[-2] == length:
-                off = off + (second - first).square().sum((0, 2)).cpu()
-                norm = norm + first.square().sum((0, 2)).cpu()
+        off = norm = torch.zeros(_length(dense), dtype=torch.float64)
+        for pair in layers:
+            first, second = (getattr(layer, name)[0].double() for layer in pair)
+            off = off + (second - first).square().sum((0, 2)).cpu()
+            norm = norm + first.square().sum((0, 2)).cpu()
         shares = [float((off[first:after].sum() / norm[first:after].sum()).sqrt()) for first, after in spans]
         found.append(shares)
     return found[0], found[1]

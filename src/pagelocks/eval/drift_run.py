@@ -85,7 +85,9 @@ def run_drift(arguments: argparse.Namespace) -> Any:
     def write(turns: int, *runs: Drift) -> None:
         cells[turns] = summarize(runs, methods, turns, arguments.new_tokens)
         result["cells"] = [cell for each in cells.values() for cell in each]
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        beside = arguments.output.with_name(arguments.output.name + ".part")
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(arguments.output)  # a run that is killed while it writes loses nothing
 
     share = 1 / (1 + len(methods))  # of a token, by dense attention or a free answer
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -98,7 +100,6 @@ def run_drift(arguments: argparse.Namespace) -> Any:
                 sampler = Sampler(arguments.seed + index, arguments.temperature, tuple(stop_tokens(model, tokenizer)))
                 report = partial(write, turns, *runs)
                 runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share), report))
-                write(turns, *runs)
     if not arguments.json:
         table_console().print(drift_table(result["cells"]))
     return result
@@ -132,8 +133,8 @@ def _fit(tokenizer: Any, form: str, most: int, draw: random.Random, turn: Any) -
 def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, tokens: int) -> list[dict[str, Any]]:
     """One object a method, over prompts: `parts` along the answers, means, slopes for 1,000 tokens, free answers.
 
-    The last run may be one that goes on: parts that it has not reached are of the others, or not there, and free
-    answers are those of the `free_n` prompts that have one.
+    The last run may be one that goes on: `answered` says how many of the `tokens` each prompt has, parts that it has
+    not reached are of the others, or not there, and free answers are those of the `free_n` prompts that have one.
     """
     width = tokens // (BINS if turns == 1 else turns)
     cells = []
@@ -146,17 +147,18 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, toke
         for first in range(0, tokens, width):
             inside = [(first <= each) & (each < first + width) for each in at]
             part: dict[str, Any] = {"first": first, "after": first + width}
+            if not any(bool(kept.any()) for kept in inside):
+                break
             for name in names:
                 values = torch.cat([each[name][kept] for each, kept in zip(series, inside, strict=True)])
-                if len(values):
-                    part[name] = _round(float(values.mean()))
-            if len(part) > 2:
-                cell["parts"].append(part)
+                part[name] = _round(float(values.mean()))
+            cell["parts"].append(part)
         for name in names:
             mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
             cell[name] = _interval(mean, 1)
             cell[f"{name}_per_1000"] = _interval(slope, 1000)
         # Dense attention's own: a model that repeats itself is sure of its next token, whatever it reads.
+        cell["answered"] = [len(run.dense) for run in runs]
         cell["repetition_dense"] = _round(sum(repetition(run.dense) for run in runs) / len(runs))
         free = [(run.dense, run.free[method]) for run in runs if method in run.free]
         cells.append(cell | {"free_n": len(free)} | (_free_answers(free) if free else {}))

@@ -23,7 +23,7 @@ Scores = Sequence[float] | Sequence[bool] | Tensor
 EXACT_FLIPS = 16
 """Up to this many differences, `permutation_test` goes through all 2**n signs."""
 _AT_ONCE = 1 << 22  # numbers of a resampling held at a time: 32 MB
-_KEPT = 1 << 23  # numbers of a resampling, at most, that stay for the next scores of as many prompts: 64 MB
+_KEPT = 1 << 23  # numbers of a resampling, at most, that stay for the next scores of as many prompts: 64 MB, twice
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ def bootstrap_mean(scores: Scores, confidence: float = 0.95, draws: int = 10_000
     tail = (1 - _confidence(confidence)) / 2
     count = values.numel()
     samples = _kept_samples if draws * count <= _KEPT else _samples
-    means = torch.cat([times @ values / count for times in samples(count, draws, seed)])
+    mean = values.mean()
+    means = torch.cat([mean + times @ (values - mean) / count for times in samples(count, draws, seed)])
     ends = means.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-    return Interval(float(values.mean()), float(ends[0]), float(ends[1]), confidence)
+    return Interval(float(mean), float(ends[0]), float(ends[1]), confidence)
 
 
 def bootstrap_difference(
@@ -164,8 +165,8 @@ def _samples(count: int, draws: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for size in _chunks(draws, count):
         drawn = torch.randint(count, (size, count), generator=generator)
-        ones = torch.ones(1, 1, dtype=torch.float64).expand(size, count)
-        yield torch.zeros(size, count, dtype=torch.float64).scatter_add_(1, drawn, ones)
+        ones = torch.ones_like(drawn, dtype=torch.float64)
+        yield torch.zeros_like(ones).scatter_add_(1, drawn, ones)
 
 
 @lru_cache(maxsize=2)
