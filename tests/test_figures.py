@@ -246,6 +246,8 @@ def test_precision_is_locks_at_four_bits_and_falls_with_bits(seen: Any) -> None:
     config = LocksConfig(64)
     expected = over_prompts(records, lambda r: ratio_of(r, estimate_log_mass(r, Locks(), config), config))
     assert rows[4, 8]["coverage_ratio"] == close(expected)
+    alone = by(shortlist.rows(records, [64], [8], [1]), "rank", "factor")[8, 1]
+    assert rows[4, 8]["retention"] == alone["retention"] < rows[16, 15]["retention"] <= 1
     for rank in (8, 15):
         assert rows[2, rank]["log_mass_weighted"] > rows[4, rank]["log_mass_weighted"]
         assert rows[16, rank]["log_mass_weighted"] == pytest.approx(

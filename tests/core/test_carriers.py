@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagelocks import LocksConfig
-from pagelocks.eval.carriers import carrier_pages, carrier_retention, retrieval_heads
+from pagelocks.eval.carriers import carrier_pages, carrier_retention, carriers_kept, retrieval_heads
 from pagelocks.eval.decode_record import DecodeRecord
 from pagelocks.eval.links import choose_pages, estimate_log_mass
 from pagelocks.selectors import Exact, Random
@@ -39,6 +39,15 @@ def test_retention_against_loops(dtype):
             on = sum(w for t, w in enumerate(weight) if t // 8 in (1, 2, 5))
             assert found.mass[head, g].item() == pytest.approx(on / sum(weight))
     assert_rejected(lambda: carrier_retention(record, pages + 1, 8), "pages=")
+
+
+def test_carriers_kept_are_those_that_the_oracle_keeps():
+    record = make_record(length=75, carriers=((15, 17), (40, 41)))  # pages 1, 2 and 5
+    best = torch.tensor([[0, 1, 5, -1], [2, 3, 9, -1]])
+    ours = torch.tensor([[0, 2, 5, 9], [1, 2, 9, -1]])  # 5 but not 1; 2
+    found = carriers_kept(record, ours, best, 8)
+    assert found.dtype == torch.float64 and found.tolist() == [0, 1, 1]
+    assert carriers_kept(record, ours, torch.tensor([[0, 3], [9, -1]]), 8).shape == (0,)
 
 
 def needle(seed, strength, position=20):

@@ -61,6 +61,16 @@ def carrier_retention(record: DecodeRecord, pages: Tensor, page_size: int) -> Re
     return Retention(kept.all(-1), kept.double().mean(-1), mass)
 
 
+def carriers_kept(record: DecodeRecord, pages: Tensor, best: Tensor, page_size: int) -> Tensor:
+    """Of the carrier pages that the oracle's choice `best` keeps, which another one keeps: float64 (n,), 0 or 1.
+
+    Both choices integer (H, k), -1 for none; over all KV heads, as most heads do not look for the answer.
+    """
+    carriers = carrier_pages(record, page_size)
+    kept, possible = (kept_pages(each, carriers.shape[0])[:, carriers] for each in (pages, best))
+    return kept[possible].double()
+
+
 def retrieval_heads(retentions: Sequence[Retention], least_mass: float) -> Tensor:
     """Which query heads look for the answer: those whose exact mass on the carrier pages is `least_mass` or more.
 

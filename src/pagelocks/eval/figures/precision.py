@@ -1,4 +1,4 @@
-"""Rank by precision: what bits of the basis and its rank buy, in coverage and log-mass.
+"""Rank by precision: what bits of the basis and its rank buy, in coverage, carriers kept and log-mass.
 
 Coefficients and centroid are int8 throughout, so that the basis alone differs.  8, 4 and 2 bits are `LocksConfig`'s;
 16 is the unquantised basis rounded to bf16, which no record stores, so that its bytes are counted and not laid out.
@@ -18,6 +18,7 @@ from ...layout import record_layout
 from ...score import log_mass
 from ...summary import PageSummary, summarize
 from ...theory import exact_log_mass
+from ..carriers import carriers_kept
 from ..links import choose_pages, coverage, group_coverage_ratio, log_mass_error, page_mass
 from .means import Means, Row, line_panels
 
@@ -52,7 +53,8 @@ def rows(
 ) -> list[Row]:
     """One row for each budget, rank and bits.
 
-    `coverage_ratio` to the oracle's; `log_mass_mae` and `log_mass_weighted`, by exact share, in nats; `bytes` a page.
+    `coverage_ratio` to the oracle's; `retention`, of the carrier pages that the oracle keeps, where a prompt has
+    carriers; `log_mass_mae` and `log_mass_weighted`, by exact share, in nats; `bytes` a page.
     """
     means = Means("budget", "bits", "rank")
     for seen in records:
@@ -66,6 +68,9 @@ def rows(
                 for budget in budgets:
                     config = LocksConfig(budget)
                     chosen, best = (choose_pages(m, record.length, config) for m in (estimate, exact))
+                    values = {}
+                    if record.carriers:
+                        values["retention"] = carriers_kept(record, chosen, best, LocksConfig.page_size)
                     means.add(
                         (budget, each, rank),
                         seen.prompt,
@@ -73,8 +78,9 @@ def rows(
                         coverage_ratio=group_coverage_ratio(coverage(mass, chosen), coverage(mass, best)),
                         log_mass_mae=error.plain,
                         log_mass_weighted=error.weighted,
+                        **values,
                     )
-    return means.rows(["coverage_ratio"])
+    return means.rows(["coverage_ratio", "retention"])
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:

@@ -16,15 +16,8 @@ from ...config import LocksConfig, reject
 from ...selectors import Selector, make_selector
 from ...selectors.loki import Loki, calibrate
 from ...theory import exact_log_mass
-from ..carriers import LEAST_MASS, carrier_pages, carrier_retention, retrieval_heads
-from ..links import (
-    choose_pages,
-    coverage,
-    estimate_log_mass,
-    group_coverage_ratio,
-    kept_pages,
-    page_mass,
-)
+from ..carriers import LEAST_MASS, carrier_retention, carriers_kept, retrieval_heads
+from ..links import choose_pages, coverage, estimate_log_mass, group_coverage_ratio, page_mass
 from .means import Means, Row, series
 
 if TYPE_CHECKING:  # it needs Transformers, and the command line does not
@@ -53,12 +46,12 @@ def rows(
         record = seen.record
         if not record.carriers:
             continue
-        carriers, mass = carrier_pages(record, LocksConfig.page_size), page_mass(record, LocksConfig.page_size)
+        mass = page_mass(record, LocksConfig.page_size)
         for budget in (each for each in budgets if each < record.length):
             config = LocksConfig(budget)
             exact = exact_log_mass(record.query, record.pages(config).keys(), record.scale)
             best = choose_pages(exact, record.length, config)
-            possible, best_kept = coverage(mass, best), kept_pages(best, len(carriers))[:, carriers]
+            possible = coverage(mass, best)
             for name in SELECTORS:
                 selector: Selector = Loki(bases[seen.layer]) if name == "loki" else make_selector(name, config)
                 estimate = exact if name == "exact" else estimate_log_mass(record, selector, config)
@@ -69,7 +62,7 @@ def rows(
                 means.add(
                     (budget, name),
                     seen.prompt,
-                    retention=kept_pages(chosen, len(carriers))[:, carriers][best_kept].double(),
+                    retention=carriers_kept(record, chosen, best, config.page_size),
                     retrieval=fraction[looks],
                     rest=fraction[~looks],
                     coverage_ratio=group_coverage_ratio(held, possible),

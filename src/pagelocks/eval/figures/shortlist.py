@@ -13,8 +13,8 @@ from ...config import LocksConfig, reject
 from ...layout import record_layout
 from ...selectors import Locks, LocksReranked, Selector
 from ...theory import exact_log_mass
-from ..carriers import carrier_pages
-from ..links import choose_pages, coverage, group_coverage_ratio, kept_pages, page_mass
+from ..carriers import carriers_kept
+from ..links import choose_pages, coverage, group_coverage_ratio, page_mass
 from .means import Means, Row, line_panels
 
 if TYPE_CHECKING:  # it needs Transformers, and the command line does not
@@ -55,9 +55,7 @@ def rows(
                     chosen = choose_pages(estimate, record.length, config)
                     values: dict[str, Any] = {}
                     if record.carriers:
-                        carriers = carrier_pages(record, size)
-                        kept, ours = (kept_pages(each, len(carriers))[:, carriers] for each in (best, chosen))
-                        values["retention"] = ours[kept].double()
+                        values["retention"] = carriers_kept(record, chosen, best, size)
                     looked_at = 0 if factor == 1 else min(pages.count, factor * config.budget_pages)
                     head_dim, itemsize = record.keys.shape[-1], record.keys.element_size()
                     means.add(
