@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .config import LocksConfig, reject
 from .layout import RecordLayout, record_layout
@@ -234,14 +235,18 @@ def check_keys(keys: Tensor, config: LocksConfig) -> None:
 def _decompose(deviations: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """V as rows (..., P, r, d), C as columns (..., P, r, B) and the tail (..., P) of centred pages, in float64."""
     deviations, exponent = _divided_by_power_of_two(deviations)
-    energy, vectors = torch.linalg.eigh(_gram(deviations))  # ascending
-    energy, vectors = energy.flip(-1).clamp(min=0), vectors.flip(-1).mT  # rows of `vectors`: u_k over the tokens
+    # Rows and columns of zeros, up to a multiple of four: every matrix of a batch then starts at a multiple of 64 bytes,
+    # for what a CPU's solver does may depend on where its matrix lies.
+    tokens = deviations.shape[-2]
+    energy, vectors = torch.linalg.eigh(pad(_gram(deviations), (0, -tokens % 4) * 2))  # ascending
+    # Rows of `vectors`: u_k over the tokens.
+    energy, vectors = energy.flip(-1).clamp(min=0), vectors.flip(-1).mT[..., :tokens]
     kept = energy[..., :rank].sqrt()
     kept = torch.where(kept > _ZERO_COLUMN, kept, 0)
     vectors = vectors[..., :rank, :]
     # A plain loop over the tokens: a matrix product's order of summation, unlike this, may change with the batch.
     projected = torch.zeros(*vectors.shape[:-1], deviations.shape[-1], dtype=vectors.dtype, device=vectors.device)
-    for token in range(deviations.shape[-2]):
+    for token in range(tokens):
         projected = projected + vectors[..., token, None] * deviations[..., token, :].unsqueeze(-2)
     # An eigenvector's sign is the solver's whim; the largest entry of its column is made positive.
     sign = projected.gather(-1, projected.abs().argmax(-1, keepdim=True)).sign()
