@@ -146,6 +146,39 @@ def test_a_cache_that_shrank_did_not_only_grow() -> None:
         pages.update(keys[:, :, :60])
 
 
+@pytest.mark.parametrize("only_grows", [True, False])
+@pytest.mark.parametrize("numbers", [1, 3 * 4096, 1 << 20])
+def test_what_is_said_of_pages_is_kept_by_name(only_grows: bool, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One description at a time; pages that come are added to it, and changed keys are looked at again."""
+    monkeypatch.setattr(cached_pages, "SUMMARIZED", numbers)
+    keys, looked = torch.randn(2, 3, 10 * 16 + 5, 32), list[int]()
+
+    def largest(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        looked.append(keys.shape[2])
+        return keys.amax((-2, -1)), keys.mean(-2)
+
+    def expected(tokens: int) -> list[torch.Tensor]:
+        pages = keys[:, :, :tokens].unflatten(2, (-1, 16))
+        return [pages.amax((-2, -1)), pages.mean(-2)]
+
+    pages = CachedPages(LocksConfig(budget=64), keys, only_grows)
+    for tokens, new in ((100, 6), (100, 0), (130, 8 if not only_grows else 2), (165, 10 if not only_grows else 2)):
+        pages.update(keys[:, :, :tokens])
+        assert all(map(torch.equal, pages.described("largest", largest), expected(tokens // 16 * 16)))
+        assert sum(looked) == new, tokens
+        looked.clear()
+    other = copy.copy(pages)
+    assert all(map(torch.equal, other.described("negative", lambda keys: (-keys.amax((-2, -1)),)), [-expected(160)[0]]))
+    pages.described("largest", largest)
+    assert not looked, "another's description is its own"
+    other.described("largest", largest)
+    assert sum(looked) == 10
+    if not only_grows:
+        keys[1, 2, 40] += 5
+        pages.update(keys)
+        assert all(map(torch.equal, pages.described("largest", largest), expected(160)))
+
+
 @pytest.mark.parametrize("numbers", [1, 3 * 4096, 1 << 20])
 def test_pages_are_summarized_a_few_at_a_time(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, parts = torch.randn(2, 3, 10 * 16 + 5, 32), list[int]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,7 @@ class CachedPages:
         self._stale = torch.zeros(0, dtype=torch.bool, device=keys.device)
         self._records = summarize(self._keys, config).pack()
         self._summary: PageSummary | None = None
+        self._described: tuple[Hashable, tuple[Tensor, ...]] = None, ()
         self.rebuilt = 0
 
     @property
@@ -70,7 +73,7 @@ class CachedPages:
             self.rebuilt += int((changed & ~self._stale[:known]).sum())
             new = torch.ones(complete - known, dtype=torch.bool, device=keys.device)
             self._stale = torch.cat([self._stale[:known] | changed, new])
-            self._keys, self._summary = now.clone(), None
+            self._keys, self._summary, self._described = now.clone(), None, (None, ())
 
     def keys(self) -> Tensor:
         """(rows, kv_heads, P, page_size, head_dim)."""
@@ -82,12 +85,27 @@ class CachedPages:
             records = self._records.new_zeros(*self._keys.shape[:3], self._records.shape[-1])
             known = min(records.shape[2], self._records.shape[2])
             records[:, :, :known] = self._records[:, :, :known]
-            each = self._keys[:, :, :1].numel()
-            for stale in torch.split(self._stale.nonzero().squeeze(-1), max(1, SUMMARIZED // max(1, each))):
+            for stale in torch.split(self._stale.nonzero().squeeze(-1), self._at_once()):
                 records[:, :, stale] = summarize(self._keys[:, :, stale], self._config).pack()
             self._records, self._stale = records, torch.zeros_like(self._stale)
             self._summary = PageSummary.unpack(records, self._keys.shape[-1], self._config)
         return self._summary
+
+    def described(self, name: Hashable, describe: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """As `selectors.base.described`; the last description is kept, by its name."""
+        tensors = self._described[1] if self._described[0] == name else ()
+        known = tensors[0].shape[2] if tensors else 0
+        if known < self.count or not tensors:
+            parts = [describe(part) for part in torch.split(self._keys[:, :, known:], self._at_once(), 2)]
+            if known:
+                parts.insert(0, tensors)
+            tensors = tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
+            self._described = name, tensors
+        return tensors
+
+    def _at_once(self) -> int:
+        """Pages that are summarized or described at a time."""
+        return max(1, SUMMARIZED // max(1, self._keys[:, :, :1].numel()))
 
 
 def same_bits(before: Tensor, now: Tensor) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeGuard
+import math
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeGuard, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ..summary import PageSummary
@@ -24,6 +27,34 @@ class PageSource(Protocol):
     def keys(self) -> Tensor:
         """Their keys, (..., P, page_size, head_dim)."""
         ...
+
+
+@runtime_checkable
+class KeepingSource(PageSource, Protocol):
+    """A source that keeps what was said of its pages while their keys stay the same, for one name at a time."""
+
+    def described(self, name: Hashable, describe: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """As the function `described`."""
+        ...
+
+
+def described(
+    pages: PageSource, name: Hashable, describe: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What a selector knows of each page, made once where the source can keep it.
+
+    Parameters
+    ----------
+    pages : PageSource
+    name : tells this description from others, of another selector or of other options
+    describe : keys (..., P, page_size, d) -> tensors (..., P, ...), each page by itself
+    """
+    return pages.described(name, describe) if isinstance(pages, KeepingSource) else describe(pages.keys())
+
+
+def log_size(keys: Tensor) -> Tensor:
+    """keys (..., P, page_size, d) -> fp32 (..., P): log of the page size, for descriptions."""
+    return torch.full(keys.shape[:-2], math.log(keys.shape[-2]), dtype=torch.float32, device=keys.device)
 
 
 class Selector(Protocol):

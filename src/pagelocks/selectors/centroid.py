@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .base import PageSource
+from .base import PageSource, described, log_size
 
 
 class Centroid:
@@ -15,8 +13,8 @@ class Centroid:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        keys = pages.keys().to(torch.float32)
-        mass = query.to(torch.float32) @ keys.mean(-2).mT * scale + math.log(keys.shape[-2])
+        mean, size = described(pages, "centroid", lambda keys: (keys.to(torch.float32).mean(-2), log_size(keys)))
+        mass = query.to(torch.float32) @ mean.mT * scale + size.unsqueeze(-2)
         return torch.where(mass.isfinite(), mass, torch.inf)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:

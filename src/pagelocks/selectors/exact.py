@@ -5,18 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import PageSource
+from .base import KeepingSource, PageSource
 
 
-def log_mass_of(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """query (..., G, d), keys (..., P, B, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
+def log_mass_of(query: Tensor, keys: Tensor, scale: float, readable: Tensor | None = None) -> Tensor:
+    """query (..., G, d), keys (..., P, B, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity.
+
+    `readable`, if that is known, is False for such pages, bool (..., P).
+    """
     count, size, _ = keys.shape[-3:]
     flat = keys.flatten(-3, -2).to(torch.float32)
     logits = torch.unflatten(query.to(torch.float32) @ flat.mT * scale, -1, (count, size))
     mass = logits.logsumexp(-1)
     # An infinite key may have a logit of -inf, which would go unnoticed in the sum.
-    finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+    readable = finite_pages(keys) if readable is None else readable
+    finite = readable.unsqueeze(-2) & mass.isfinite()
     return torch.where(finite, mass, torch.inf)
+
+
+def finite_pages(keys: Tensor) -> Tensor:
+    """keys (..., P, B, d) -> bool (..., P): neither NaN nor infinity among them."""
+    return keys.isfinite().flatten(-2).all(-1)
 
 
 class Exact:
@@ -24,7 +33,10 @@ class Exact:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        return log_mass_of(query, pages.keys(), scale)
+        if not isinstance(pages, KeepingSource):
+            return log_mass_of(query, pages.keys(), scale)
+        (readable,) = pages.described("finite", lambda keys: (finite_pages(keys),))
+        return log_mass_of(query, pages.keys(), scale, readable)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """Every key."""

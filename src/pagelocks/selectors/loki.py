@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..config import reject
-from .base import PageSource
+from .base import PageSource, described
+from .exact import finite_pages
 
 _ORTHONORMAL = 5e-3
 """How far a basis' Gram matrix may be from the identity: one rounded to bf16 is off by up to 2e-3."""
@@ -55,12 +56,18 @@ class Loki:
         if query.ndim < 3 or query.shape[-3] != heads or query.shape[-1] != head_dim:
             allowed = f"(..., {heads}, G, {head_dim}): the basis is of {heads} KV heads of size {head_dim}"
             raise reject("query.shape", tuple(query.shape), allowed, "Use the basis of the same layer.")
-        keys, components = pages.keys().to(torch.float32), self._components.to(query.device)
-        count, size, _ = keys.shape[-3:]
-        seen = keys.flatten(-3, -2) @ components  # what a cache would hold, (..., P * B, r)
-        logits = torch.unflatten(query.to(torch.float32) @ components @ seen.mT * scale, -1, (count, size))
-        mass = logits.logsumexp(-1)
-        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+        components = self._components.to(query.device)
+
+        def describe(keys: Tensor) -> tuple[Tensor, Tensor]:
+            """What a cache would hold, (..., P, B, r); bool (..., P) where all keys are finite."""
+            wide = keys.to(torch.float32)
+            seen = torch.unflatten(wide.flatten(-3, -2) @ components, -2, wide.shape[-3:-1])
+            return seen, finite_pages(keys)
+
+        seen, readable = described(pages, self, describe)
+        logits = query.to(torch.float32) @ components @ seen.flatten(-3, -2).mT * scale
+        mass = torch.unflatten(logits, -1, seen.shape[-3:-1]).logsumexp(-1)
+        finite = readable.unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:

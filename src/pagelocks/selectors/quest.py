@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .base import PageSource
+from .base import PageSource, described, log_size
 
 
 class Quest:
@@ -20,10 +18,10 @@ class Quest:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        keys, query = pages.keys().to(torch.float32), query.to(torch.float32)
-        low, high = torch.aminmax(keys, dim=-2)  # (..., P, d)
+        low, high, tokens = box_of(pages)
+        query = query.to(torch.float32)
         bound = query.clamp(min=0) @ high.mT + query.clamp(max=0) @ low.mT
-        mass = bound * scale + math.log(keys.shape[-2])
+        mass = bound * scale + tokens.unsqueeze(-2)
         # Least and largest are NaN where a key is.
         finite = (low.isfinite() & high.isfinite()).all(-1).unsqueeze(-2) & mass.isfinite()
         return torch.where(finite, mass, torch.inf)
@@ -31,3 +29,13 @@ class Quest:
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The least and the largest of every channel."""
         return 2 * head_dim * itemsize
+
+
+def box_of(pages: PageSource) -> tuple[Tensor, Tensor, Tensor]:
+    """The least and the largest of every channel, fp32 (..., P, d), NaN where a key is; log B, fp32 (..., P)."""
+
+    def describe(keys: Tensor) -> tuple[Tensor, ...]:
+        return *torch.aminmax(keys, dim=-2), log_size(keys)
+
+    low, high, size = described(pages, "box", describe)
+    return low.to(torch.float32), high.to(torch.float32), size

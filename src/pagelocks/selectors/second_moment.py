@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import reject
-from .base import PageSource
+from .base import PageSource, described, log_size
+from .exact import finite_pages
 
 
 class SecondMoment:
@@ -45,17 +46,21 @@ class SecondMoment:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        keys = pages.keys()
-        finite = keys.isfinite().flatten(-2).all(-1)
-        # float64: squares of large keys would not fit fp32, and the eigensolver refuses infinity.
-        keys, query = torch.where(finite[..., None, None], keys, 0).to(torch.float64), query.to(torch.float64)
-        mean = keys.mean(-2)  # (..., P, d)
-        vectors, rest = self._covariance(keys - mean.unsqueeze(-2))
+        mean, vectors, rest, finite, size = described(pages, (SecondMoment, self.rank, self.diagonal), self._describe)
+        query = query.to(torch.float64)
         along = torch.unflatten(query @ vectors.flatten(-3, -2).mT, -1, vectors.shape[-3:-1])  # (..., G, P, r)
         variance = (along.square().sum(-1) + query.square() @ rest.mT) * scale**2
         spread = (variance / 2).log1p() if self.taylor else variance / 2
-        mass = (query @ mean.mT * scale + spread + math.log(keys.shape[-2])).to(torch.float32)
+        mass = (query @ mean.mT * scale + spread + size.unsqueeze(-2)).to(torch.float32)
         return torch.where(finite.unsqueeze(-2) & mass.isfinite(), mass, torch.inf)
+
+    def _describe(self, keys: Tensor) -> tuple[Tensor, ...]:
+        """Mean (..., P, d), covariance in its two parts, bool (..., P) where all keys are finite, log B."""
+        finite = finite_pages(keys)
+        # float64: squares of large keys would not fit fp32, and the eigensolver refuses infinity.
+        wide = torch.where(finite[..., None, None], keys, 0).to(torch.float64)
+        mean = wide.mean(-2)
+        return mean, *self._covariance(wide - mean.unsqueeze(-2)), finite, log_size(keys)
 
     def _covariance(self, deviations: Tensor) -> tuple[Tensor, Tensor]:
         """Sigma of centred pages (..., P, B, d), as rows w_k (..., P, r, d) and a diagonal e (..., P, d)."""

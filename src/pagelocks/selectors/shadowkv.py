@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..config import LocksConfig, reject
-from .base import PageSource
+from .base import PageSource, described, log_size
 
 
 class ShadowKV:
@@ -50,10 +48,8 @@ class ShadowKV:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf for outliers, and where a page holds NaN or infinity."""
-        keys = pages.keys().to(torch.float32)
-        landmark = keys.mean(-2)  # (..., P, d)
-        mass = query.to(torch.float32) @ landmark.mT * scale + math.log(keys.shape[-2])
-        worst = cosine_similarity(keys, landmark.unsqueeze(-2), dim=-1).amin(-1)  # (..., P)
+        landmark, worst, size = described(pages, "shadowkv", _describe)
+        mass = query.to(torch.float32) @ landmark.mT * scale + size.unsqueeze(-2)
         # A page of NaN is read anyway, so it must not take an outlier's place: no cosine is above 1.
         order = torch.where(worst.isfinite(), worst, 2.0).sort(dim=-1, stable=True).indices
         outlier = torch.zeros_like(worst, dtype=torch.bool).scatter(-1, order[..., : self.outliers], True)
@@ -62,3 +58,10 @@ class ShadowKV:
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """The landmark."""
         return head_dim * itemsize
+
+
+def _describe(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Landmarks (..., P, d), each page's least cosine with its own (..., P), log B."""
+    wide = keys.to(torch.float32)
+    landmark = wide.mean(-2)
+    return landmark, cosine_similarity(wide, landmark.unsqueeze(-2), dim=-1).amin(-1), log_size(keys)
