@@ -44,6 +44,24 @@ def test_each_method_answers_as_generate_does(model: Any, chunk: int) -> None:
             assert answers.pages_read == [7 * 3 * 2 * 4] and answers.pages_skipped == [7 * 3 * 2 * 6]
 
 
+@pytest.mark.parametrize("probe", [True, False])
+def test_budgets_that_learn_together_answer_as_alone(model: Any, probe: bool) -> None:
+    """What is learnt once for several budgets, and no longer than somebody looks, changes no answer and no link."""
+    ids = torch.cat([prompt(150), prompt(150, 1)])
+    names = ["h2o", "snapkv", "rkv", "lazyeviction", "kvzip-prompt", "kvzip", "rocketkv", "shadowkv"]
+    methods = [Method(name, budget) for name in names for budget in (48, 96)]
+    prompts = [Prompt(NOBODY, (), ((40, 43), (90, 91)))] * 2
+    look = Probe(prompts, 2) if probe else None
+    together = Runner(model, methods, [], chunk=64, request=[7, 8]).run(ids, 7, look, probe_steps=2)
+    for method in methods:
+        alone = Probe(prompts, 2) if probe else None
+        answers = Runner(model, [method], [], chunk=64, request=[7, 8]).run(ids, 7, alone)
+        assert answers[method] == together[method], method
+        assert answers[Method("dense")] == together[Method("dense")]
+        for row in (0, 1) if look and alone else ():
+            assert look.links(row, method, 7) == alone.links(row, method, 7), method
+
+
 def test_rows_of_a_batch_answer_as_alone_and_stop_one_by_one(model: Any) -> None:
     rows = [prompt(120, seed) for seed in range(3)]
     methods = [Method("locks", 64), Method("quest", 64, "per-head")]

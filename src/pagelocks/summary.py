@@ -235,8 +235,8 @@ def check_keys(keys: Tensor, config: LocksConfig) -> None:
 def _decompose(deviations: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """V as rows (..., P, r, d), C as columns (..., P, r, B) and the tail (..., P) of centred pages, in float64."""
     deviations, exponent = _divided_by_power_of_two(deviations)
-    # Rows and columns of zeros, up to a multiple of four: every matrix of a batch then starts at a multiple of 64 bytes,
-    # for what a CPU's solver does may depend on where its matrix lies.
+    # A CPU's solver may round by where its matrix lies.  With rows and columns of zeros up to a multiple of four, every
+    # matrix of a batch starts at a multiple of 64 bytes.
     tokens = deviations.shape[-2]
     energy, vectors = torch.linalg.eigh(pad(_gram(deviations), (0, -tokens % 4) * 2))  # ascending
     # Rows of `vectors`: u_k over the tokens.

@@ -221,13 +221,18 @@ def sequence(tokens=43, lead=(2, 2), group=3, seed=0):
 
 def decode(selector, query, keys, prompt, config=CONFIG):
     """A prompt, then sparse steps; each step's (pages chosen, log-mass), with what the driver does."""
-    steps = [show(selector, query, keys, prompt) and None]
+    return go_on(show(selector, query, keys, prompt), query, keys, prompt, config)
+
+
+def go_on(selector, query, keys, prompt, config=CONFIG):
+    """As `decode`, of a selector that has seen the prompt."""
+    steps = []
     for token in range(prompt, keys.shape[-2]):
         mass = selector.log_mass(query[..., token, :], Pages(token + 1), SCALE)
         length = torch.tensor(token + 1)
         steps.append((select_pages(page_share(mass, length, config), length, config), mass))
         selector.observe(query[..., token : token + 1, :], keys[..., : token + 1, :], SCALE)
-    return steps[1:]
+    return steps
 
 
 def restless(tokens=150, lead=(2,), seed=3):

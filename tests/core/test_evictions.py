@@ -1,5 +1,6 @@
 """The eviction methods as selectors, against their definitions written out in loops over tokens."""
 
+import copy
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from pagelocks.selectors import (
     history,
     observes,
 )
+from pagelocks.selectors.history import observe_together
 from pagelocks.selectors.triattention import rope_frequencies
 
 from .evictions import (
@@ -31,6 +33,7 @@ from .evictions import (
     Pages,
     attention,
     decode,
+    go_on,
     mass_of,
     paged,
     restless,
@@ -62,8 +65,7 @@ def test_against_the_definition_written_out(name, tokens):
 def test_a_prompt_in_parts_is_a_prompt(name, parts, chunk, monkeypatch):
     query, keys = sequence(43)
     whole = mass_of(show(MAKE[name](CONFIG, permanent=False), query, keys, 43), query, 43)
-    for module in ("history", "rkv"):
-        monkeypatch.setattr(f"pagelocks.selectors.{module}.CHUNK", chunk)
+    monkeypatch.setattr("pagelocks.selectors.history.CHUNK", chunk)
     mass = mass_of(show(MAKE[name](CONFIG, permanent=False), query, keys, *parts), query, 43)
     torch.testing.assert_close(mass, whole, rtol=1e-4, atol=1e-4)
 
@@ -121,6 +123,58 @@ def test_a_first_key_of_nan_leaves_its_query_without_attention():
     keys[0] = float("nan")
     mass = mass_of(show(H2O(CONFIG, permanent=False), query, keys, 24), query, 24)
     assert (mass[:, 0] == INF).all() and mass[:, 1:].isfinite().all()
+
+
+# What budgets share
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_budgets_that_share_a_prompt_choose_as_each_by_itself(name):
+    """And none learns what another does: each answers as a selector that saw the prompt with its own budget."""
+    query, keys = restless()
+    configs = [make_config(4, SIZE, budget_pages=pages) for pages in (4, 6, 9)]
+    first = show(MAKE[name](configs[0]), query, keys, 60, 20)
+    members = [first, *(first.for_budget(config) for config in configs[1:])]
+    for selector, config in reversed(list(zip(members, configs, strict=True))):
+        alone = decode(MAKE[name](config), query, keys, 80, config)
+        for (pages, mass), (alone_pages, alone_mass) in zip(
+            go_on(selector, query, keys, 80, config), alone, strict=True
+        ):
+            assert torch.equal(pages, alone_pages)
+            torch.testing.assert_close(mass, alone_mass, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="before the first selection, with page_size=8"):
+        first.for_budget(configs[1])
+    with pytest.raises(ValueError, match="config="):
+        show(MAKE[name](configs[0]), query, keys, 80).for_budget(make_config(4, 16, budget_pages=4))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_copy_goes_its_own_way(name):
+    query, keys = restless()
+    selector = show(MAKE[name](CONFIG), query, keys, 80)
+    kept, whole = copy.copy(selector), copy.deepcopy(selector)
+    go_on(selector, query, keys, 80)
+    other = query.flip(-2)
+    for (pages, mass), (expected, expected_mass) in zip(
+        go_on(kept, other, keys, 80), go_on(whole, other, keys, 80), strict=True
+    ):
+        assert torch.equal(pages, expected) and torch.equal(mass, expected_mass)
+
+
+def test_together_is_one_by_one():
+    query, keys = sequence(60)
+    keys[0, 0, 31, 2] = float("nan")
+    members, alone = ({name: make(CONFIG) for name, make in MAKE.items()} for _ in range(2))
+    for start, stop in ((0, 25), (25, 60)):
+        step = query[..., start:stop, :], keys[..., :stop, :], SCALE
+        observe_together(list(members.values()), *step)
+        for selector in alone.values():
+            selector.observe(*step)
+    for name, selector in members.items():
+        assert torch.equal(mass_of(selector, query, 60), mass_of(alone[name], query, 60)), name
+    observe_together([], *step)
+    with pytest.raises(ValueError, match="in order"):
+        observe_together([members["snapkv"]], *step)
 
 
 # Eviction

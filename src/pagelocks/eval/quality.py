@@ -233,6 +233,6 @@ def run(
                 look = probe if arguments.link_steps and rows else None
                 most = arguments.new_tokens or prompts[0].new_tokens
                 write = partial(write_lines, file, prompts, probe)
-                runner.run(ids, most, look, some, short=name in sources, each=write)
+                runner.run(ids, most, look, some, short=name in sources, each=write, probe_steps=arguments.link_steps)
                 progress.advance(bar, len(prompts))
     return done

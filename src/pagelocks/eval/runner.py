@@ -22,6 +22,8 @@ from ..config import LocksConfig, reject
 from ..hf.pages import CachedPages
 from ..selectors import REPEATING_SELECTORS, KVzip, PageSource, Selector, Streaming, observes
 from ..selectors.groups import group_rule
+from ..selectors.history import History, observe_together
+from .cache import croppable, make_cache
 from .calibration import Calibration, make_selector
 from .prompt import LEAST_BUDGET
 
@@ -116,20 +118,48 @@ class _Reads:
 
 
 class _Ensemble:
-    """All selectors of a layer that learn, shown the same steps; by name and budget."""
+    """All selectors of a layer, shown the same steps; by name and budget.
+
+    While the prompts come, and their repetition, what budgets do not matter to is learnt once for all of them.
+    """
 
     def __init__(self, members: dict[Method, Selector]) -> None:
         self.members = members
+        self.prefilling = True
+        self.looks: int | None = None  # steps after the prompts that somebody looks at; None for all
         self.repeating = False  # what comes is a repetition, for those alone that ask for one
+        self._first: dict[Method, Method] = {}  # a method -> the one of its selector that learns for it
+        by_name: dict[str, Method] = {}
+        for method, member in members.items():
+            self._first[method] = by_name.setdefault(method.selector, method) if isinstance(member, History) else method
 
     def observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        for method, member in self.members.items():
-            if self.repeating:
+        if not self.prefilling and self.looks is not None:
+            self.looks -= 1
+            if self.looks <= 0:
+                self.members = {}
+        learning = set(self._first.values()) if self.prefilling else self.members.keys()
+        members = [(method, self.members[method]) for method in self.members if method in learning]
+        if self.repeating:
+            for method, member in members:
                 if method.selector in REPEATING_SELECTORS:
                     assert isinstance(member, KVzip)
                     member.reconstruct(query, keys, scale)
-            elif observes(member):
+            return
+        histories = [member for _, member in members if isinstance(member, History)]
+        together = histories if self.prefilling else []
+        observe_together(together, query, keys, scale)
+        for _, member in members:
+            if observes(member) and member not in together:
                 member.observe(query, keys, scale)
+
+    def end_prefill(self, looks: int | None) -> None:
+        """From here on each method learns by itself, and nothing after so many steps."""
+        self.prefilling, self.looks = False, looks
+        for method, first in self._first.items():
+            learnt = self.members[first]
+            if method is not first and isinstance(learnt, History):
+                self.members[method] = learnt.for_budget(method.config)
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         return Streaming().log_mass(query, pages, scale)  # the cheapest: what is chosen is not looked at
@@ -141,13 +171,6 @@ class _Ensemble:
 def _both(first: Callable[[hf.SparseStep], None], second: Callable[[hf.SparseStep], None], step: hf.SparseStep) -> None:
     first(step)
     second(step)
-
-
-def _croppable(cache: Any) -> bool:
-    """Whether every layer keeps all keys and values and nothing else, so that the last ones can be taken back."""
-    from transformers.cache_utils import DynamicLayer
-
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class Runner:
@@ -196,6 +219,7 @@ class Runner:
         watch: Callable[[Method, hf.SparseStep], None] | None = None,
         short: bool = False,
         each: Callable[[Method, Answers, Answers], None] | None = None,
+        probe_steps: int | None = None,
     ) -> dict[Method, Answers]:
         """Answer a batch.
 
@@ -208,6 +232,7 @@ class Runner:
         watch : called in each layer at each step that a method decodes
         short : allow prompts that a budget covers; steps are dense until the sequence outgrows it
         each : called with dense, then each method as it comes, its answers and dense attention's
+        probe_steps : of those steps, the first so many that `probe` gets selectors at; all by default
 
         Returns
         -------
@@ -235,8 +260,12 @@ class Runner:
             cache, first = self._prefill(prompts, chosen)
             if any(method.selector in REPEATING_SELECTORS for method in chosen):
                 self._repeat(session, cache, prompts)
+            for ensemble, _ in session.selectors().values():
+                if isinstance(ensemble, _Ensemble):
+                    ensemble.end_prefill(0 if probe is None else probe_steps)
+            # What a selector has learnt it replaces and never changes, so that a copy keeps it.
             learnt = {
-                layer: ({method: copy.deepcopy(member) for method, member in ensemble.members.items()}, tokens)
+                layer: ({method: copy.copy(member) for method, member in ensemble.members.items()}, tokens)
                 for layer, (ensemble, tokens) in session.selectors().items()
                 if isinstance(ensemble, _Ensemble)
             }
@@ -283,14 +312,12 @@ class Runner:
         grows with the square of what is prefilled, or other states than keys and values.  Otherwise some rows go whole,
         which a GPU does several times as fast: attention needs no mask.
         """
-        from transformers import DynamicCache
-
         rows, tokens = prompts.shape
-        in_chunks = not _croppable(DynamicCache(config=self.model.config)) or any(map(self._learns, methods))
+        in_chunks = not croppable(make_cache(self.model)) or any(map(self._learns, methods))
         at_once, width = (rows, self.chunk) if in_chunks else (max(1, PREFILLED // tokens), tokens)
         caches, first = [], []
         for some in torch.split(prompts, at_once):
-            cache, logits = DynamicCache(config=self.model.config), None
+            cache, logits = make_cache(self.model), None
             for part in torch.split(some, width, 1):
                 logits = self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             assert logits is not None
@@ -317,22 +344,25 @@ class Runner:
 
     def _repeat(self, session: hf.Session, cache: Any, prompts: Tensor) -> None:
         """Show the prompts' repetition to the selectors that ask for it; the cache is left as it is."""
-        before = session.selectors()
+        before, in_place = session.selectors(), croppable(cache)
         ensembles = [member for member, _ in before.values() if isinstance(member, _Ensemble)]
         for ensemble in ensembles:
             ensemble.repeating = True
         request = prompts.new_tensor(self.request).expand(len(prompts), -1)
         for start in range(0, prompts.shape[1], REPEATED):
             part = torch.cat([request, prompts[:, max(0, start - RESUMED) : start + REPEATED]], 1)
-            self.model(part, past_key_values=copy.deepcopy(cache), use_cache=True, logits_to_keep=1)
+            scratch = cache if in_place else copy.deepcopy(cache)
+            self.model(part, past_key_values=scratch, use_cache=True, logits_to_keep=1)
+            if in_place:
+                cache.crop(-part.shape[1])
             session.go_on_with(before)
         for ensemble in ensembles:
             ensemble.repeating = False
 
     def _decode(self, prompt_cache: Any, first: Tensor, new_tokens: int, reads: _Reads) -> list[list[int]]:
         """Greedy tokens of each row up to a stop token; `reads` is told of each step."""
-        croppable, tokens = _croppable(prompt_cache), prompt_cache.get_seq_length()
-        cache = prompt_cache if croppable else copy.deepcopy(prompt_cache)
+        in_place, tokens = croppable(prompt_cache), prompt_cache.get_seq_length()
+        cache = prompt_cache if in_place else copy.deepcopy(prompt_cache)
         rows: list[list[int]] = [[] for _ in first]
         going, token = [True] * len(rows), first
         while True:
@@ -347,6 +377,6 @@ class Runner:
             reads.begin(going)
             logits = self.model(token[:, None], past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].argmax(-1)
-        if croppable and (added := cache.get_seq_length() - tokens):  # the prompts' again, for the next method
+        if in_place and (added := cache.get_seq_length() - tokens):  # the prompts' again, for the next method
             cache.crop(-added)
         return rows

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .history import History, grow, protect
+from .history import Watching, grow, protect
 
 
-class H2O(History):
+class H2O(Watching):
     """s_g(j) = log sum_{i in j} sum_t a_g(t, i): a_g(t, i) is token i's attention from query t, over all t so far.
 
     With a configuration, half of its budget is for the most recent pages and the rest for those of most attention, the
@@ -19,10 +19,12 @@ class H2O(History):
 
     _sum: Tensor | None = None  # (..., G, T)
 
-    def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        self._sum = grow(self._sum, query, keys.shape[-2])
-        for _, weights in self._attention(query, keys, scale):
-            self._sum[..., : weights.shape[-1]] += weights.sum(-2)
+    def _prepare(self, query: Tensor, tokens: int) -> None:
+        self._sum = grow(self._sum, query, tokens)
+
+    def _see(self, first: int, weights: Tensor) -> None:
+        assert self._sum is not None
+        self._sum[..., : weights.shape[-1]] += weights.sum(-2)
 
     def _score(self, count: int) -> Tensor:
         assert self._sum is not None

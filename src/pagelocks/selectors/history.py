@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ from .base import PageSource
 
 CHUNK = 2**22
 """Weights held at a time, 16 MiB in fp32: with 14 heads, a 28,000-token prompt goes by 10 queries at a time."""
+GPU_CHUNK = 2**27
+"""On a GPU, 512 MiB: few and large kernels."""
 
 SPAN = 60.0
 """No page's log-mass is further below the best one's, so that a page that was not evicted has a share above 0."""
@@ -59,6 +64,11 @@ class History(ABC):
 
     def observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
         """query (..., G, n, d) of the last n of T tokens, keys (..., T, d) of all: every step, in order."""
+        self._check(query, keys)
+        self._learn(query, keys, scale)
+        self._tokens = keys.shape[-2]
+
+    def _check(self, query: Tensor, keys: Tensor) -> None:
         lead, steps, tokens = keys.shape[:-2], query.shape[-2], keys.shape[-2]
         if query.shape[:-3] != lead or query.shape[-1] != keys.shape[-1]:
             allowed = f"keys of shape {tuple(keys.shape)} go with queries (*{tuple(lead)}, G, n, {keys.shape[-1]})"
@@ -68,8 +78,23 @@ class History(ABC):
             raise reject("keys.shape", tuple(keys.shape), allowed, "Observe every step in order; one instance a batch.")
         new = ~keys[..., self._tokens :, :].isfinite().all(-1)
         self._unreadable = new if self._unreadable is None else torch.cat([self._unreadable, new], -1)
-        self._learn(query, keys, scale)
-        self._tokens = tokens
+
+    def for_budget(self, config: LocksConfig) -> Self:
+        """One that has learnt the same and chooses by `config`, instead of a new one that is shown the same steps.
+
+        What either learns from then on, the other does not.
+
+        Raises
+        ------
+        ValueError
+            After the first selection, which was by a budget, or for pages of another size.
+        """
+        if self._prompt is not None or config.page_size != self._config.page_size:
+            allowed = f"before the first selection, with page_size={self._config.page_size}"
+            raise reject("config", config, allowed, "Make one for each budget once the prompt has been observed.")
+        twin = copy.copy(self)  # states are replaced, never changed in place
+        twin._config, twin._budget = config, config.budget_pages
+        return twin
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d), of which only the shape matters -> fp32 (..., G, P); see the class for +inf and -inf."""
@@ -126,22 +151,84 @@ class History(ABC):
         (position of the chunk's first query, fp32 (..., G, m, keys that its last query sees))
         """
         group, steps, tokens = query.shape[-3], query.shape[-2], keys.shape[-2]
-        rows = max(1, CHUNK // max(1, query.shape[:-2].numel() * tokens))
-        keys, gone = keys.to(torch.float32), self._gone(tokens)
+        rows = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * tokens))
+        narrow = max(query.element_size(), keys.element_size()) == 2
+        gone = self._gone(tokens)
         hidden = bool(gone.any())
+        # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
+        tame = not hidden and steps >= query.shape[-1] and _largest(query) * _largest(keys) * query.shape[-1] < 1e37
+        keys = keys.to(torch.float32)
         for start in range(0, steps, rows):
             part = query[..., start : start + rows, :].to(torch.float32)
             first = tokens - steps + start
             seen = first + part.shape[-2]
             # Heads and queries as one dimension: broadcasting over heads would copy the keys for each.
-            logits = torch.unflatten(part.flatten(-3, -2) @ keys[..., :seen, :].mT, -2, (group, -1)).mul_(scale)
+            with _tensor_cores(narrow):
+                logits = torch.unflatten(part.flatten(-3, -2) @ keys[..., :seen, :].mT, -2, (group, -1)).mul_(scale)
             # In place, for these are most of the time.  No infinity stays that would make a softmax NaN.
-            logits.nan_to_num_(-torch.inf, 1e38, -1e38)
+            if not tame:
+                logits.nan_to_num_(-torch.inf, 1e38, -1e38)
             if hidden:
                 logits.masked_fill_(gone[..., None, None, :seen], -torch.inf)
             future = torch.ones(part.shape[-2], part.shape[-2], dtype=torch.bool, device=keys.device).triu(1)
             logits[..., first:].masked_fill_(future, -torch.inf)
-            yield first, logits.softmax(-1).nan_to_num_(0)  # NaN for a query that sees no key
+            weights = logits.softmax(-1)
+            yield first, weights if tame else weights.nan_to_num_(0)  # NaN for a query that sees no key
+
+
+class Watching(History):
+    """One that learns from all attention there is."""
+
+    @abstractmethod
+    def _prepare(self, query: Tensor, tokens: int) -> None:
+        """Make room for a step that ends at so many tokens, before its attention comes."""
+
+    @abstractmethod
+    def _see(self, first: int, weights: Tensor) -> None:
+        """Learn from some queries' attention, as `_attention` yields it; it is not to be changed."""
+
+    def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
+        self._prepare(query, keys.shape[-2])
+        for first, weights in self._attention(query, keys, scale):
+            self._see(first, weights)
+
+
+def observe_together(members: Sequence[History], query: Tensor, keys: Tensor, scale: float) -> None:
+    """As `observe` of each; the attention that several of them look at is computed once.  None has evicted yet."""
+    for member in members:
+        member._check(query, keys)
+    watching = [member for member in members if isinstance(member, Watching)]
+    for member in watching:
+        member._prepare(query, keys.shape[-2])
+    for first, weights in watching[0]._attention(query, keys, scale) if watching else ():
+        for member in watching:
+            member._see(first, weights)
+    for member in members:
+        if not isinstance(member, Watching):
+            member._learn(query, keys, scale)
+        member._tokens = keys.shape[-2]
+
+
+def chunk_on(tensor: Tensor) -> int:
+    """Numbers held at a time on this tensor's device."""
+    return CHUNK if tensor.device.type == "cpu" else GPU_CHUNK
+
+
+def _largest(numbers: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    low, high = torch.aminmax(numbers)
+    return max(-float(low), float(high))
+
+
+@contextmanager
+def _tensor_cores(narrow: bool) -> Iterator[None]:
+    """Let a GPU multiply in TF32, which holds every number that bf16 or fp16 had: only with such operands."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, narrow or matmul.allow_tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 def grow(state: Tensor | None, like: Tensor, tokens: int) -> Tensor:

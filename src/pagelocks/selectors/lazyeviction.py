@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..config import LocksConfig, reject
-from .history import History, check_number, grow, protect
+from .history import Watching, check_number, grow, protect
 
 
-class LazyEviction(History):
+class LazyEviction(Watching):
     """s_g(j) = log sum_{i in j} I_g(i), from when token i was attended and how long it was ever left alone.
 
         T_i = the last step t with a_g(t, i) >= threshold;  M_i = the longest gap between two such steps
@@ -45,19 +45,23 @@ class LazyEviction(History):
         self._last: Tensor | None = None  # fp32 (..., G, T), whole numbers
         self._gap: Tensor | None = None  # fp32 (..., G, T), whole numbers
 
-    def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        tokens = keys.shape[-2]
-        last = grow(self._last, query, tokens)
-        last[..., self._tokens :] = torch.arange(self._tokens, tokens, device=keys.device)
-        gap = grow(self._gap, query, tokens)
-        for first, weights in self._attention(query, keys, scale):
-            seen = weights.shape[-1]
-            past, longest = last[..., :seen], gap[..., :seen]  # views
-            for number, row in enumerate(weights.unbind(-2)):
-                step, attended = first + number, row >= self._threshold
-                torch.maximum(longest, torch.where(attended, step - past, 0), out=longest)
-                past.masked_fill_(attended, step)
-        self._last, self._gap = last, gap
+    def _prepare(self, query: Tensor, tokens: int) -> None:
+        self._last, self._gap = grow(self._last, query, tokens), grow(self._gap, query, tokens)
+        self._last[..., self._tokens :] = torch.arange(self._tokens, tokens, device=query.device)
+
+    def _see(self, first: int, weights: Tensor) -> None:
+        assert self._last is not None and self._gap is not None
+        seen = weights.shape[-1]
+        last, longest = self._last[..., :seen].flatten(), self._gap[..., :seen].flatten()  # copies
+        # Few weights reach the threshold: (key, step) of those that do, the steps of a key in order.
+        key, step = (weights >= self._threshold).mT.flatten(0, -2).nonzero().unbind(-1)
+        step = (step + first).to(last.dtype)
+        before = torch.where(key == key.roll(1), step.roll(1), last[key])
+        before[:1] = last[key[:1]]  # `roll` brought the last one here
+        longest.scatter_reduce_(0, key, step - before, "amax")
+        last.scatter_reduce_(0, key, step, "amax")
+        self._last[..., :seen] = last.view_as(self._last[..., :seen])
+        self._gap[..., :seen] = longest.view_as(self._gap[..., :seen])
 
     def _score(self, count: int) -> Tensor:
         assert self._last is not None and self._gap is not None

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from ..config import LocksConfig, reject
-from .history import CHUNK, History, check_number, protect
+from .history import History, check_number, chunk_on, protect
 from .snapkv import check_kernel
 
 
@@ -77,13 +77,13 @@ class RKV(History):
     def _redundancy(self, keys: Tensor, gone: Tensor) -> Tensor:
         unit = normalize(keys.to(torch.float32).masked_fill(gone.unsqueeze(-1), 0), dim=-1)
         if self._evicted is None or not self._evicted.any():
-            self._likeness.add(unit)
+            self._likeness = self._likeness.with_tokens(unit)
             mean = self._likeness.mean()
         else:
             # Tokens that are gone take no part, as if the sequence were the rest alone; few are left, so start anew.
             left = gone.sort(dim=-1, stable=True).indices[..., : int((~gone).sum(-1).max())]
-            likeness = _Likeness(self._threshold)
-            likeness.add(unit.gather(-2, left.unsqueeze(-1).expand(*left.shape, unit.shape[-1])))
+            rest = unit.gather(-2, left.unsqueeze(-1).expand(*left.shape, unit.shape[-1]))
+            likeness = _Likeness(self._threshold).with_tokens(rest)
             mean = torch.zeros_like(unit[..., 0]).scatter(-1, left, likeness.mean())
         return mean.masked_fill(gone, -torch.inf).softmax(-1).nan_to_num(0)
 
@@ -110,14 +110,14 @@ class _Likeness:
         self._last: Tensor | None = None  # int64 (..., T): 1 + the last like token, or 0
         self._cosine: Tensor | None = None  # (..., T): the cosine with it
 
-    def add(self, unit: Tensor) -> None:
-        """unit (..., T, d): normalised keys, or zeros, of all tokens; those seen before are known by their number."""
+    def with_tokens(self, unit: Tensor) -> _Likeness:
+        """With all tokens' normalised keys, or zeros, (..., T, d); those seen before are known by their number."""
         lead, tokens = unit.shape[:-2], unit.shape[-2]
-        if self._total is None or self._last is None or self._cosine is None:
-            self._total = unit.new_zeros((*lead, 0))
-            self._last, self._cosine = self._total.to(torch.int64), self._total
         total, last, cosine = self._total, self._last, self._cosine
-        rows = max(1, CHUNK // max(1, lead.numel() * tokens))
+        if total is None or last is None or cosine is None:
+            total = cosine = unit.new_zeros((*lead, 0))
+            last = total.to(torch.int64)
+        rows = max(1, chunk_on(unit) // max(1, lead.numel() * tokens))
         for start in range(total.shape[-1], tokens, rows):
             stop = min(start + rows, tokens)
             cosines = unit[..., start:stop, :] @ unit[..., :stop, :].mT  # (..., m, stop)
@@ -136,7 +136,9 @@ class _Likeness:
                 torch.where(new > 0, new, last),
                 torch.where(new > 0, cosines.gather(-2, place).squeeze(-2), cosine),
             )
-        self._total, self._last, self._cosine = total, last, cosine
+        grown = _Likeness(self._threshold)
+        grown._total, grown._last, grown._cosine = total, last, cosine
+        return grown
 
     def mean(self) -> Tensor:
         """(..., T)"""

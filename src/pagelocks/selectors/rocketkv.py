@@ -10,6 +10,8 @@ from torch.nn.functional import max_pool1d, pad
 
 from ..config import LocksConfig, reject
 from .base import PageSource
+from .history import chunk_on
+from .quest import box_of
 
 
 class RocketKV:
@@ -85,8 +87,8 @@ class RocketKV:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); -inf for evicted pages, +inf where a page holds NaN or infinity."""
-        keys, query = pages.keys().to(torch.float32), query.to(torch.float32)
-        low, high = torch.aminmax(keys, dim=-2)  # (..., P, d)
+        low, high, size = box_of(pages)
+        query = query.to(torch.float32)
         head_dim = query.shape[-1]
         channels = max(1, head_dim // 2) if self._channels is None else min(self._channels, head_dim)
         weight = query.abs().sum(-2, keepdim=True)  # (..., 1, d)
@@ -95,11 +97,12 @@ class RocketKV:
         box = torch.where(query.sum(-2, keepdim=True) >= 0, high, low)
         covered = part.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
         # A head of nothing but zeros, or of nothing in the group's channels, has scores of 0 whatever the divisor.
-        mass = part @ box.mT * scale / torch.where(covered > 0, covered, 1).sqrt() + math.log(keys.shape[-2])
-        finite = keys.isfinite().flatten(-2).all(-1).unsqueeze(-2) & mass.isfinite()
+        mass = part @ box.mT * scale / torch.where(covered > 0, covered, 1).sqrt() + size.unsqueeze(-2)
+        finite = (low.isfinite() & high.isfinite()).all(-1).unsqueeze(-2) & mass.isfinite()
         mass = torch.where(finite, mass, torch.inf)
         if self.kept is None:
             return mass
+        keys = pages.keys()  # of which the shape alone is looked at
         if self.kept.shape[:-1] != mass.shape[:-2] or keys.shape[-2] != self._config.page_size:
             allowed = f"it has seen a prompt of {tuple(self.kept.shape[:-1])} in pages of {self._config.page_size}"
             raise reject("pages", tuple(keys.shape), allowed, "Use one instance for one layer of one batch.")
@@ -119,8 +122,14 @@ class RocketKV:
 def _votes(query: Tensor, keys: Tensor, scale: float) -> Tensor:
     """fp32 (..., T - w): attention that the last w queries (..., G, w, d) pay to the tokens before them."""
     window, total = query.shape[-2], keys.shape[-2]
-    logits = query @ keys.unsqueeze(-3).mT * scale  # (..., G, w, T)
-    after = torch.ones(window, total, dtype=torch.bool, device=keys.device).triu(total - window + 1)
-    # What is not finite takes no attention here: its page is kept anyway.
-    logits = torch.where(after | ~logits.isfinite(), -torch.inf, logits)
-    return logits.softmax(-1).nan_to_num(0)[..., : total - window].sum((-3, -2))
+    votes = keys.new_zeros(*keys.shape[:-2], total - window)
+    at_once = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * total))
+    for start in range(0, window, at_once):
+        part = query[..., start : start + at_once, :]
+        # Heads and queries as one dimension: broadcasting over heads would copy the keys for each.
+        logits = torch.unflatten(part.flatten(-3, -2) @ keys.mT * scale, -2, (query.shape[-3], -1))  # (..., G, m, T)
+        after = torch.ones(part.shape[-2], total, dtype=torch.bool, device=keys.device)
+        # What is not finite takes no attention here: its page is kept anyway.
+        logits = logits.masked_fill(after.triu(total - window + start + 1) | ~logits.isfinite(), -torch.inf)
+        votes += logits.softmax(-1).nan_to_num(0)[..., : total - window].sum((-3, -2))
+    return votes
