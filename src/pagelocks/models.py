@@ -353,6 +353,7 @@ def _convert(name: str, gguf: str, folder: str) -> None:
     else:
         backend.normalizer = normalizers.NFC()
     tokenizer.model_max_length = source.context_length
+    tokenizer.eos_token = source.stop_tokens[0]  # transformers 5.17 takes another for it
     stop = [tokenizer.convert_tokens_to_ids(token) for token in source.stop_tokens]
     model.config.eos_token_id = stop[0]
     generation: Any = transformers.GenerationConfig

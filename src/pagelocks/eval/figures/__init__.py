@@ -61,7 +61,7 @@ FIGURES: dict[str, Figure] = {
         size=(13.0, 6.0),
     ),
     "precision": Figure(
-        "coverage and log-mass error by rank and bits of the basis",
+        "coverage, carriers kept and log-mass error by rank and bits of the basis",
         precision.rows,
         precision.draw,
         {"budgets": precision.BUDGETS, "ranks": precision.RANKS, "bits": precision.BITS},
