@@ -1,0 +1,131 @@
+"""Many `pagelocks eval run` on one GPU: some processes that keep the model each take the next of a list of runs.
+
+    python benchmarks/quality_grid.py runs.jsonl --model Qwen2.5-Coder-1.5B-Instruct --folder answers --workers 5
+    pagelocks eval table answers/*.jsonl
+
+A line of the list is an object: `name` (of the file of answers), `task`, `context`, `selector` and `budget` (lists),
+`new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is as in the grid of
+docs/quality.md: seed 42, prompts of one length, links of the first eight records.  A run begins where memory planned
+(`--memory`) and time allow, in the order of the list; answers are written as they come, and the same command goes on
+where it was stopped.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait for each other.
+
+Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+NEEDED = {"name", "task", "context", "selector", "budget", "new_tokens", "batch", "gib"}
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """The list, checked."""
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number, run in enumerate(runs, 1):
+        if missing := sorted(NEEDED - run.keys()):
+            raise ValueError(f"line {number} of {path} has no {', '.join(missing)}: give every run all of {NEEDED}")
+    if len({run["name"] for run in runs}) < len(runs):
+        raise ValueError(f"two runs of {path} have one name, and so would share a file: give each its own")
+    return runs
+
+
+def arguments_of(run: dict[str, Any], folder: Path) -> argparse.Namespace:
+    """As `pagelocks eval run` has them."""
+    return argparse.Namespace(
+        task=[run["task"]],
+        context=[run["context"]],
+        records=run.get("records", 50),
+        selector=run["selector"],
+        budget=run["budget"],
+        rule=["share"],
+        seed=42,
+        batch=run["batch"],
+        one_length=True,
+        new_tokens=run["new_tokens"],
+        link_steps=2,
+        link_records=8,
+        output=str(folder / f"{run['name']}.jsonl"),
+    )
+
+
+def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, lock: Any, stop: float) -> None:
+    """One process: take runs until none is left that could begin."""
+    import torch
+
+    from pagelocks.eval import calibration, quality
+    from pagelocks.eval.loading import load_model, load_tokenizer
+
+    folder, tokenizer = load_tokenizer(options.model)
+    model, about = load_model(folder, options.dtype, options.device)
+    text = calibration.calibration_text(tokenizer, 42)
+    while time.time() < stop:
+        with lock:
+            waiting = [run for run in runs if run["name"] not in plan["taken"]]
+            run = next((run for run in waiting if run["gib"] + plan["memory"] <= options.memory), None)
+            if run is not None:
+                plan["taken"] = [*plan["taken"], run["name"]]
+                plan["memory"] += run["gib"]
+        if run is None and not waiting:
+            return
+        if run is None:
+            time.sleep(1)
+            continue
+        begun, arguments = time.time(), arguments_of(run, options.folder)
+        settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
+        try:
+            lines = quality.run(arguments, about | settings | {"calibration": text.about}, model, tokenizer, (), text)
+            print(f"{run['name']}: {len(lines)} answers, {time.time() - begun:.0f} s", flush=True)
+        except Exception:  # the others go on
+            print(f"{run['name']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            with lock:
+                plan["failed"] = [*plan["failed"], run["name"]]
+        with lock:
+            plan["memory"] -= run["gib"]
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Start the workers; 1 if a run failed, or a worker did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="the list, JSON lines")
+    parser.add_argument("--model", required=True, help="a known name, or a folder")
+    parser.add_argument("--folder", type=Path, required=True, help="for the files of answers")
+    parser.add_argument("--workers", type=int, default=4, help="processes (%(default)s)")
+    parser.add_argument("--memory", type=float, default=130, help="GiB that all runs may take together (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, wherever runs are")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    runs = read_runs(options.runs)
+    if large := [run["name"] for run in runs if run["gib"] > options.memory]:
+        raise ValueError(f"{', '.join(large)} would take more than --memory {options.memory}: no run could begin")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    context, stop = multiprocessing.get_context("spawn"), time.time() + options.seconds
+    with context.Manager() as manager:
+        plan, lock = manager.dict(taken=[], memory=0.0, failed=[]), manager.Lock()
+        workers = [
+            context.Process(target=work, args=(options, runs, plan, lock, stop), daemon=True)
+            for _ in range(options.workers)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(0, stop - time.time()) if options.seconds != float("inf") else None)
+        broken = sum(worker.exitcode not in (0, None) for worker in workers)
+        left = [run["name"] for run in runs if run["name"] not in plan["taken"]]
+        if plan["failed"] or broken or left:
+            print(f"failed: {plan['failed']}; workers that broke: {broken}; not begun: {left}", file=sys.stderr)
+        return int(bool(plan["failed"] or broken))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
