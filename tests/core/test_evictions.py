@@ -148,6 +148,18 @@ def test_budgets_that_share_a_prompt_choose_as_each_by_itself(name):
         show(MAKE[name](configs[0]), query, keys, 80).for_budget(make_config(4, 16, budget_pages=4))
 
 
+@pytest.mark.parametrize("permanent", [True, False])
+def test_a_budget_given_later_evicts_as_one_given_at_first(permanent):
+    query, keys = restless()
+    config = make_config(4, 16, budget_pages=3)  # pages of 16, as without a configuration
+    without = show(H2O(permanent=permanent), query, keys, 80).for_budget(config)
+    pages = [Pages(tokens + 1, 16) for tokens in range(80, 150)]
+    for number, token in enumerate(range(80, 150)):
+        mass = without.log_mass(query[..., token, :], pages[number], SCALE)
+        without.observe(query[..., token : token + 1, :], keys[..., : token + 1, :], SCALE)
+    assert bool((mass == -INF).any()) is permanent
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_a_copy_goes_its_own_way(name):
     query, keys = restless()

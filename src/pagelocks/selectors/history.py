@@ -46,7 +46,7 @@ class History(ABC):
     """
 
     def __init__(self, config: LocksConfig | None = None, *, permanent: bool = True) -> None:
-        self._permanent = permanent and config is not None
+        self._permanent = permanent
         self._config = config or LocksConfig()
         self._budget = config.budget_pages if config is not None else None
         self._tokens = 0
@@ -109,7 +109,9 @@ class History(ABC):
         mass = self._score(count)
         mass = mass.maximum(_peak(mass) - SPAN)
         mass = mass.masked_fill(self._pages(self._unreadable, count).any(-1).unsqueeze(-2), torch.inf)
-        return (self._evict(mass) if self._permanent else mass).expand(*query.shape[:-1], count)
+        return (self._evict(mass) if self._permanent and self._budget is not None else mass).expand(
+            *query.shape[:-1], count
+        )
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """One fp32 score a token and query head."""
