@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_hf import make_model
 from transformers.cache_utils import DynamicLayer
 
 from pagelocks.eval import cache as module
-from pagelocks.eval.cache import RoomyLayer, croppable, make_cache
+from pagelocks.eval.cache import RoomyLayer, croppable, join, make_cache
 
 
 def states(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +67,27 @@ def test_keys_that_were_put_there_by_hand_are_kept() -> None:
     layer.update(*new)
     assert torch.equal(layer.keys, torch.cat([keys, new[0]], -2))
     assert torch.equal(layer.values, torch.cat([values, new[1]], -2))
+
+
+def test_joined_rows_are_held_once() -> None:
+    """By the first cache alone, which goes on in place; neither parts nor their rooms stay in memory."""
+    caches, parts = [make_cache(make_model()) for _ in range(3)], []
+    for cache in caches:
+        parts.append([states(20) for _ in cache.layers])
+        for layer, (keys, values) in zip(cache.layers, parts[-1], strict=True):
+            layer.update(keys, values)
+    held = [weakref.ref(room) for cache in caches for layer in cache.layers for room in layer._rooms]
+    whole = join(caches)
+    assert whole is caches[0] and not any(each() is not None for each in held)
+    for number, layer in enumerate(whole.layers):
+        for place, tensor in enumerate((layer.keys, layer.values)):
+            assert torch.equal(tensor, torch.cat([part[number][place] for part in parts]))
+        assert all(cache.layers[number].keys is None for cache in caches[1:])
+        step = torch.randn(6, 3, 1, 8)
+        before = layer.keys.clone()
+        keys, _ = layer.update(step, step)
+        assert torch.equal(keys, torch.cat([before, step], -2))
+    assert join([whole]) is whole
 
 
 def test_layers_with_windows_stay_what_they_are() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -34,6 +36,10 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = (room[..., :after, :] for room in self._rooms)
         return self.keys, self.values
 
+    def hold(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Hold these and nothing else, of a layer that was in use."""
+        self.keys, self.values, self._rooms = keys, values, None
+
 
 def _room(room: Tensor | None, held: Tensor, new: Tensor) -> Tensor:
     """One that begins with what is held and has space for what is new."""
@@ -54,6 +60,19 @@ def make_cache(model: Any) -> Any:
     make: Any = RoomyLayer
     cache.layers = [make() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def join(caches: Sequence[Any]) -> Any:
+    """The first of several caches, now with the rows of all; the others are emptied, layer by layer.
+
+    Of roomy layers alone, where there are several.
+    """
+    if len(caches) > 1:
+        for layer, *others in zip(*(cache.layers for cache in caches), strict=True):
+            layer.hold(*(torch.cat([getattr(each, name) for each in (layer, *others)]) for name in ("keys", "values")))
+            for each in others:
+                each.hold(None, None)  # nothing is held twice for longer than a layer takes
+    return caches[0]
 
 
 def croppable(cache: Any) -> bool:

@@ -23,7 +23,7 @@ from ..hf.pages import CachedPages
 from ..selectors import REPEATING_SELECTORS, KVzip, PageSource, Selector, Streaming, observes
 from ..selectors.groups import group_rule
 from ..selectors.history import History, observe_together
-from .cache import croppable, make_cache
+from .cache import croppable, join, make_cache
 from .calibration import Calibration, make_selector
 from .prompt import LEAST_BUDGET
 
@@ -146,11 +146,10 @@ class _Ensemble:
                     assert isinstance(member, KVzip)
                     member.reconstruct(query, keys, scale)
             return
-        histories = [member for _, member in members if isinstance(member, History)]
-        together = histories if self.prefilling else []
-        observe_together(together, query, keys, scale)
+        if self.prefilling:
+            observe_together([member for _, member in members if isinstance(member, History)], query, keys, scale)
         for _, member in members:
-            if observes(member) and member not in together:
+            if observes(member) and not (self.prefilling and isinstance(member, History)):
                 member.observe(query, keys, scale)
 
     def end_prefill(self, looks: int | None) -> None:
@@ -323,13 +322,7 @@ class Runner:
             assert logits is not None
             caches.append(cache)
             first.append(logits[:, -1].argmax(-1))
-        whole, *others = caches
-        for number, layer in enumerate(whole.layers if others else ()):
-            for name in ("keys", "values"):
-                setattr(layer, name, torch.cat([getattr(cache.layers[number], name) for cache in caches]))
-                for cache in others:
-                    setattr(cache.layers[number], name, None)  # not held twice for long
-        return whole, torch.cat(first)
+        return join(caches), torch.cat(first)
 
     def _pages(self, cache: Any, layers: Iterable[int], summarized: bool) -> dict[int, CachedPages]:
         """The prompts' complete pages in each layer, for all methods; summarized, if one of them asks for that."""

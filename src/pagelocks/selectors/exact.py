@@ -33,7 +33,7 @@ class Exact:
 
     def log_mass(self, query: Tensor, pages: PageSource, scale: float) -> Tensor:
         """query (..., G, d) -> fp32 (..., G, P); +inf where a page holds NaN or infinity."""
-        if not isinstance(pages, KeepingSource):
+        if not isinstance(pages, KeepingSource):  # it would be read twice
             return log_mass_of(query, pages.keys(), scale)
         (readable,) = pages.described("finite", lambda keys: (finite_pages(keys),))
         return log_mass_of(query, pages.keys(), scale, readable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -20,7 +19,7 @@ from .base import PageSource
 CHUNK = 2**22
 """Weights held at a time, 16 MiB in fp32: with 14 heads, a 28,000-token prompt goes by 10 queries at a time."""
 GPU_CHUNK = 2**27
-"""On a GPU, 512 MiB: few and large kernels."""
+"""On a GPU, 512 MiB, so that kernels are few and large; not tuned there yet."""
 
 SPAN = 60.0
 """No page's log-mass is further below the best one's, so that a page that was not evicted has a share above 0."""
@@ -109,9 +108,9 @@ class History(ABC):
         mass = self._score(count)
         mass = mass.maximum(_peak(mass) - SPAN)
         mass = mass.masked_fill(self._pages(self._unreadable, count).any(-1).unsqueeze(-2), torch.inf)
-        return (self._evict(mass) if self._permanent and self._budget is not None else mass).expand(
-            *query.shape[:-1], count
-        )
+        if self._permanent and self._budget is not None:
+            mass = self._evict(mass)
+        return mass.expand(*query.shape[:-1], count)
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
         """One fp32 score a token and query head."""
@@ -154,19 +153,17 @@ class History(ABC):
         """
         group, steps, tokens = query.shape[-3], query.shape[-2], keys.shape[-2]
         rows = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * tokens))
-        narrow = max(query.element_size(), keys.element_size()) == 2
-        gone = self._gone(tokens)
+        keys, gone = keys.to(torch.float32), self._gone(tokens)
         hidden = bool(gone.any())
         # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
-        tame = not hidden and steps >= query.shape[-1] and _largest(query) * _largest(keys) * query.shape[-1] < 1e37
-        keys = keys.to(torch.float32)
+        bound = query.shape[-1] * max(1.0, abs(scale))
+        tame = not hidden and steps >= query.shape[-1] and _largest(query) * _largest(keys) * bound < 1e37
         for start in range(0, steps, rows):
             part = query[..., start : start + rows, :].to(torch.float32)
             first = tokens - steps + start
             seen = first + part.shape[-2]
             # Heads and queries as one dimension: broadcasting over heads would copy the keys for each.
-            with _tensor_cores(narrow):
-                logits = torch.unflatten(part.flatten(-3, -2) @ keys[..., :seen, :].mT, -2, (group, -1)).mul_(scale)
+            logits = torch.unflatten(part.flatten(-3, -2) @ keys[..., :seen, :].mT, -2, (group, -1)).mul_(scale)
             # In place, for these are most of the time.  No infinity stays that would make a softmax NaN.
             if not tame:
                 logits.nan_to_num_(-torch.inf, 1e38, -1e38)
@@ -220,17 +217,6 @@ def _largest(numbers: Tensor) -> float:
     """The largest magnitude; NaN if there is one."""
     low, high = torch.aminmax(numbers)
     return max(-float(low), float(high))
-
-
-@contextmanager
-def _tensor_cores(narrow: bool) -> Iterator[None]:
-    """Let a GPU multiply in TF32, which holds every number that bf16 or fp16 had: only with such operands."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, narrow or matmul.allow_tf32
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
 
 
 def grow(state: Tensor | None, like: Tensor, tokens: int) -> Tensor:

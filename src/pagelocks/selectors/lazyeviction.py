@@ -52,7 +52,7 @@ class LazyEviction(Watching):
     def _see(self, first: int, weights: Tensor) -> None:
         assert self._last is not None and self._gap is not None
         seen = weights.shape[-1]
-        last, longest = self._last[..., :seen].flatten(), self._gap[..., :seen].flatten()  # copies
+        last, longest = self._last[..., :seen].flatten(), self._gap[..., :seen].flatten()  # copies, or views of all
         # Few weights reach the threshold: (key, step) of those that do, the steps of a key in order.
         key, step = (weights >= self._threshold).mT.flatten(0, -2).nonzero().unbind(-1)
         step = (step + first).to(last.dtype)
