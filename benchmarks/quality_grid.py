@@ -5,11 +5,13 @@
 
 A line of the list is an object: `name` (of the file of answers), `task`, `context`, `selector` and `budget` (lists),
 `new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is as in the grid of
-docs/quality.md: seed 42, prompts of one length, links of the first eight records.  A run begins where memory planned
-(`--memory`) and time allow, in the order of the list; answers are written as they come, and the same command goes on
-where it was stopped.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait for each other.
+docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of the list begins
+for which the memory planned (`--memory`) has room; answers are written as they come, and the same command goes on where
+it was stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait
+for each other.
 
-Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.
+Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.  So
+far this has run on a CPU alone.
 """
 
 from __future__ import annotations
@@ -23,17 +25,33 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-NEEDED = {"name", "task", "context", "selector", "budget", "new_tokens", "batch", "gib"}
+from pagelocks.eval import ruler
+from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
+
+NEEDED = ("name", "task", "context", "selector", "budget", "new_tokens", "batch", "gib")
+KNOWN = {*SELECTORS, *SEQUENCE_SELECTORS, *CALIBRATED_SELECTORS, *REPEATING_SELECTORS}
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The list, checked."""
-    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for number, run in enumerate(runs, 1):
-        if missing := sorted(NEEDED - run.keys()):
-            raise ValueError(f"line {number} of {path} has no {', '.join(missing)}: give every run all of {NEEDED}")
-    if len({run["name"] for run in runs}) < len(runs):
-        raise ValueError(f"two runs of {path} have one name, and so would share a file: give each its own")
+    """The list; ValueError before anything is loaded, if a run could not be what it says."""
+    runs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"line {number} of {path}"
+        try:
+            run = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is no JSON ({error}): give one object a line") from None
+        if missing := [name for name in NEEDED if name not in run]:
+            raise ValueError(f"{where} has no {', '.join(missing)}: a run needs {', '.join(NEEDED)}")
+        if run["task"] not in ruler.TASKS:
+            raise ValueError(f"{where} has task={run['task']!r}: give one of {', '.join(ruler.TASKS)}")
+        if unknown := [name for name in run["selector"] if name not in KNOWN]:
+            raise ValueError(f"{where} has selector={unknown[0]!r}: give of {', '.join(sorted(KNOWN))}")
+        if max(run["budget"]) >= run["context"]:
+            raise ValueError(f"{where} has budget={max(run['budget'])}: give less than context={run['context']}")
+        if run["name"] in [other["name"] for other in runs]:
+            raise ValueError(f"{where} has name={run['name']!r}, as another: runs would share a file")
+        runs.append(run)
     return runs
 
 
@@ -105,9 +123,14 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    runs = read_runs(options.runs)
+    try:
+        runs = read_runs(options.runs)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if large := [run["name"] for run in runs if run["gib"] > options.memory]:
-        raise ValueError(f"{', '.join(large)} would take more than --memory {options.memory}: no run could begin")
+        parser.error(
+            f"{', '.join(large)} would take more than --memory {options.memory:g}: give more, or smaller batches"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     context, stop = multiprocessing.get_context("spawn"), time.time() + options.seconds
     with context.Manager() as manager:

@@ -1,0 +1,54 @@
+"""The driver of many runs: what its list may hold, and that it answers what `eval run` answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "quality_grid.py"
+RUN = {"name": "a", "task": "niah_single_1", "context": 512, "selector": ["locks", "h2o"], "budget": [64]}
+RUN |= {"new_tokens": 4, "batch": 2, "gib": 2, "records": 2}
+
+
+def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedProcess[str]:
+    folder.joinpath("runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    command = [sys.executable, str(SCRIPT), str(folder / "runs.jsonl"), "--model", "SmolLM2-135M-Instruct"]
+    command += ["--folder", str(folder / "answers"), "--memory", str(memory), "--device", "cpu", "--workers", "1"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gib": 5}, "a would take more than --memory 4"),
+        ({"task": "niah"}, "task='niah': give one of niah_single_1"),
+        ({"selector": ["locks", "loky"]}, "selector='loky'"),
+        ({"budget": [64, 512]}, "budget=512: give less than context=512"),
+    ],
+)
+def test_a_list_is_refused_before_anything_is_loaded(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    done = drive(tmp_path, RUN | changes)
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "answers").exists()
+
+
+def test_names_and_lines(tmp_path: Path) -> None:
+    assert "as another" in drive(tmp_path, RUN, RUN).stderr
+    assert "has no gib" in drive(tmp_path, {name: RUN[name] for name in RUN if name != "gib"}).stderr
+
+
+@pytest.mark.model
+def test_it_answers_and_goes_on(tmp_path: Path) -> None:
+    """A run that is done is not answered again; one that cannot be fails, is named, and does not stop the next."""
+    assert drive(tmp_path, RUN).returncode == 0
+    first = (tmp_path / "answers" / "a.jsonl").read_text()
+    assert len(first.splitlines()) == 1 + 2 * 3  # a header; dense, LOCKS and H2O for each record
+    longer = RUN | {"name": "b", "new_tokens": 8000}
+    done = drive(tmp_path, longer, RUN, RUN | {"name": "c", "selector": ["quest"]})
+    assert done.returncode == 1 and "failed: ['b']" in done.stderr and "--new-tokens=8000" in done.stderr
+    assert (tmp_path / "answers" / "a.jsonl").read_text() == first
+    assert len((tmp_path / "answers" / "c.jsonl").read_text().splitlines()) == 1 + 2 * 2
