@@ -67,10 +67,10 @@ class RocketKV:
         total, steps = keys.shape[-2], query.shape[-2]
         if steps == 1:
             return
-        query = query.to(torch.float32)
+        recent = query[..., -self._window :, :].to(torch.float32)
         if self._queries is not None and self._seen == total - steps:  # a prompt's next chunk
-            query = torch.cat([self._queries, query], dim=-2)
-        self._queries, self._seen = query[..., -self._window :, :], total
+            recent = torch.cat([self._queries, recent], dim=-2)
+        self._queries, self._seen = recent[..., -self._window :, :].clone(), total  # a view would keep the whole chunk
         votes = _votes(self._queries, keys.to(torch.float32), scale)
         size = self._config.page_size
         count = votes.shape[-1] // size
