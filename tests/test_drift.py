@@ -104,6 +104,33 @@ def test_forced_numbers_against_a_loop_without_the_module(model: Any) -> None:
         place += ids.shape[1]
 
 
+def test_dense_attention_judges_what_was_answered(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "JUDGED", 50)
+    methods = [Method("locks", 64), Method("exact", 4096)]
+    found = measure(model, CHAT, methods, Sampler(5, 1.0), free_only=True)
+    assert found.forced == {} and list(found.free) == methods
+    assert found.free[methods[0]].tokens != found.dense == found.free[methods[1]].tokens
+    assert found.free[methods[1]].nll == found.nll
+    for said, nll in [(found.dense, found.nll), (found.free[methods[0]].tokens, found.free[methods[0]].nll)]:
+        ids, at = [], []
+        for number, turn in enumerate(CHAT.turns):
+            ids += turn[0].tolist()
+            at += range(len(ids), len(ids) + CHAT.new_tokens)
+            ids += said[number * CHAT.new_tokens : (number + 1) * CHAT.new_tokens]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert len(nll) == len(said) - 1
+        assert nll == pytest.approx([-float(logits[place - 1, ids[place]]) for place in at[1:]], rel=1e-3, abs=1e-4)
+    led = measure(model, CHAT, methods[:1], Sampler(5, 1.0))
+    assert led.free[methods[0]] == found.free[methods[0]] and led.nll == found.nll
+    method = methods[0]
+    long = Drift(found.dense * 4, {}, {method: Free(found.dense * 4, 1, 3, found.nll * 4)}, found.nll * 4)
+    (cell,) = summarize([long], [method], 1, 64)
+    assert "kl" not in cell and cell["nll"] == cell["nll_dense"] and len(cell["parts"]) == 8
+    assert cell["parts"][0]["nll"] == pytest.approx(sum(found.nll[:7]) / 7, rel=1e-4)
+    assert drift_table([cell]).row_count == 1
+
+
 def test_a_draw_is_a_draw_from_the_softmax_and_the_same_for_equal_logits() -> None:
     logits = torch.tensor([1.0, 0.0, 2.0, 5.0])
     sampler = Sampler(9, 0.5, (3,))

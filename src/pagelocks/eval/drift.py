@@ -24,6 +24,8 @@ from .runner import Method
 
 CHUNK = 2048
 """Tokens of a turn that are prefilled at a time."""
+JUDGED = 512
+"""Tokens whose logits are held at a time where what was answered is judged."""
 REPORT = 256
 """Tokens of dense attention's answers after which what was found so far is reported."""
 
@@ -101,20 +103,33 @@ class Forced:
 
 @dataclass(frozen=True)
 class Free:
-    """Answers that a method wrote from its own tokens, with the pages it read."""
+    """Answers that a method wrote from its own tokens, with the pages it read.
+
+    Attributes
+    ----------
+    tokens : ids, of all turns
+    pages_read, pages_skipped : over all layers and KV heads
+    nll : -log p of each token but the first, nats, by dense attention that reads the same conversation: how likely the
+        model itself finds what the method wrote
+    """
 
     tokens: list[int]
     pages_read: int
     pages_skipped: int
+    nll: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one script: dense attention's answers, end to end, and each method's numbers, free ones as far as they are."""
+    """Of one script: dense attention's answers, end to end, and each method's numbers, free ones as far as they are.
+
+    `nll` is as in `Free`, of dense attention's own answers; empty until free ones are begun.
+    """
 
     dense: list[int]
     forced: dict[Method, Forced]
     free: dict[Method, Free]
+    nll: list[float] = field(default_factory=list)
 
 
 class _Stream:
@@ -167,6 +182,7 @@ def measure(
     sampler: Sampler,
     advance: Callable[[], None] = lambda: None,
     report: Callable[[Drift], None] = lambda so_far: None,
+    free_only: bool = False,
 ) -> Drift:
     """Dense attention's conversation, and every method's beside it; the model has dense attention afterwards.
 
@@ -183,11 +199,13 @@ def measure(
     report : callable
         Called with what there is after every `REPORT` tokens of dense attention, after all of them, and after each
         method's free answer: a long run that is stopped has shown that much.
+    free_only : bool
+        Leave `forced` out, which takes most of the time.
     """
     try:
         with torch.inference_mode():
-            dense, opening, forced = _force(model, script, methods, sampler, advance, report)
-            found = Drift(dense, forced, {})
+            dense, opening, forced = _force(model, script, [] if free_only else methods, sampler, advance, report)
+            found = Drift(dense, forced, {}, _judge(model, script, dense))
             for method in methods:
                 found.free[method] = _answer(model, script, method, sampler, opening, advance)
                 report(found)
@@ -268,7 +286,27 @@ def _answer(
             ids = turn.new_tensor([[said[-1]]])
             advance()
     counts = stream.session.statistics()
-    return Free(said, counts.pages_read, counts.pages_skipped)
+    return Free(said, counts.pages_read, counts.pages_skipped, _judge(model, script, said))
+
+
+def _judge(model: Any, script: Script, said: Sequence[int]) -> list[float]:
+    """-log p of each answered token but the first, by dense attention that reads the conversation as one prompt."""
+    pieces, answered = list[Tensor](), list[Tensor]()
+    for number, turn in enumerate(script.turns):
+        answer = said[number * script.new_tokens : (number + 1) * script.new_tokens]
+        pieces += [turn, turn.new_tensor([answer])]
+        answered += [torch.zeros(turn.shape[1], dtype=torch.bool), torch.ones(len(answer), dtype=torch.bool)]
+    ids, asked = torch.cat(pieces, 1), torch.cat(answered)
+    stream, nll = _Stream(model, Method("dense")), list[Tensor]()
+    hf.use(model, stream.session)
+    parts = math.ceil(ids.shape[1] / JUDGED)
+    for part, after in zip(ids.tensor_split(parts, 1), [*ids.tensor_split(parts, 1)[1:], ids[:, :0]], strict=True):
+        logits = model(part, past_key_values=stream.cache, use_cache=True).logits[0]
+        follow = torch.cat([part[0, 1:], after[0, :1]])
+        likely = logits[: len(follow)].float().log_softmax(-1)
+        nll.append(-likely.gather(-1, follow.unsqueeze(-1)).squeeze(-1).double().cpu())
+    found: list[float] = torch.cat(nll)[asked[1:]].tolist()
+    return found[1:]
 
 
 def _again(stream: _Stream, ids: Tensor, cache: Any) -> Tensor:

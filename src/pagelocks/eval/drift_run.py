@@ -45,7 +45,9 @@ _NEXT = (
     "and one of the first, and remember what you have told already."
 )
 METRICS = ("kl", "agreement", "nll_difference", "kl_fresh", "agreement_fresh", "kl_carried", "keys", "values")
-"""Of each part: means of what `drift.Forced` has, and of kl less kl_fresh."""
+METRICS += ("nll", "nll_dense")
+"""Of each part: means of what `drift.Forced` has, of kl less kl_fresh, and of what dense attention makes of the method's
+free answer and of its own."""
 
 
 def run_drift(arguments: argparse.Namespace) -> Any:
@@ -99,7 +101,8 @@ def run_drift(arguments: argparse.Namespace) -> Any:
                 script = make_script(tokenizer, arguments, turns, index, model.device)
                 sampler = Sampler(arguments.seed + index, arguments.temperature, tuple(stop_tokens(model, tokenizer)))
                 report = partial(write, turns, *runs)
-                runs.append(measure(model, script, methods, sampler, lambda: progress.advance(bar, share), report))
+                advance = partial(progress.advance, bar, share)
+                runs.append(measure(model, script, methods, sampler, advance, report, arguments.free_only))
     if not arguments.json:
         table_console().print(drift_table(result["cells"]))
     return result
@@ -139,24 +142,24 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, toke
     width = tokens // (BINS if turns == 1 else turns)
     cells = []
     for method in methods:
-        series = [_series(run.forced[method]) for run in runs]
-        names = [name for name in METRICS if name in series[0]]
+        series = [_series(run, method) for run in runs]
         cell: dict[str, Any] = {"turns": turns, "selector": method.selector, "budget": method.budget}
         cell |= {"rule": method.rule, "n": len(runs), "tokens": tokens, "parts": []}
-        at = [torch.tensor(run.forced[method].position) for run in runs]
+        found = {name: [each[name] for each in series if name in each] for name in METRICS}
         for first in range(0, tokens, width):
-            inside = [(first <= each) & (each < first + width) for each in at]
-            part: dict[str, Any] = {"first": first, "after": first + width}
-            if not any(bool(kept.any()) for kept in inside):
+            part: dict[str, Any] = {}
+            for name, of_runs in found.items():
+                inside = [values[(first <= at) & (at < first + width)] for at, values in of_runs]
+                if sum(map(len, inside)):
+                    part[name] = _round(float(torch.cat(inside).mean()))
+            if not part:
                 break
-            for name in names:
-                values = torch.cat([each[name][kept] for each, kept in zip(series, inside, strict=True)])
-                part[name] = _round(float(values.mean()))
-            cell["parts"].append(part)
-        for name in names:
-            mean, slope = trend([(x, each[name]) for x, each in zip(at, series, strict=True)], BLOCK)
-            cell[name] = _interval(mean, 1)
-            cell[f"{name}_per_1000"] = _interval(slope, 1000)
+            cell["parts"].append({"first": first, "after": first + width} | part)
+        for name, of_runs in found.items():
+            if of_runs:
+                mean, slope = trend(of_runs, BLOCK)
+                cell[name] = _interval(mean, 1)
+                cell[f"{name}_per_1000"] = _interval(slope, 1000)
         # Dense attention's own: a model that repeats itself is sure of its next token, whatever it reads.
         cell["answered"] = [len(run.dense) for run in runs]
         cell["repetition_dense"] = _round(sum(repetition(run.dense) for run in runs) / len(runs))
@@ -189,7 +192,8 @@ def repetition(tokens: Sequence[int], size: int = 4) -> float:
 
 
 def drift_table(cells: Sequence[dict[str, Any]]) -> Table:
-    """Means; slopes for 1,000 tokens, with intervals, of KL and of what the cache carried along of it."""
+    """Means; slopes for 1,000 tokens, with intervals, of KL and of what the cache carried along of it; free answers, and
+    what dense attention makes of their tokens and of its own."""
     table = Table(box=None, header_style="bold")
     for name in (
         "turns",
@@ -202,6 +206,8 @@ def drift_table(cells: Sequence[dict[str, Any]]) -> Table:
         "keys",
         "equal",
         "repeated",
+        "-log p",
+        "dense's",
     ):
         table.add_column(name, justify="left" if name == "selector" else "right")
     for cell in cells:
@@ -209,15 +215,21 @@ def drift_table(cells: Sequence[dict[str, Any]]) -> Table:
             str(cell["turns"]),
             cell["selector"],
             str(cell["budget"]),
-            f"{cell['agreement']['mean']:.3f}",
-            f"{cell['kl']['mean']:.4f}",
+            _mean(cell, "agreement", 3),
+            _mean(cell, "kl", 4),
             _slope(cell, "kl_per_1000"),
             _slope(cell, "kl_carried_per_1000"),
-            f"{cell['keys']['mean']:.3f}",
+            _mean(cell, "keys", 3),
             f"{cell['equal_share']:.3f}",
             f"{cell['repetition']:.3f}",
+            _mean(cell, "nll", 3),
+            _mean(cell, "nll_dense", 3),
         )
     return table
+
+
+def _mean(cell: dict[str, Any], name: str, digits: int) -> str:
+    return f"{cell[name]['mean']:.{digits}f}" if name in cell else ""
 
 
 def _slope(cell: dict[str, Any], name: str) -> str:
@@ -226,15 +238,17 @@ def _slope(cell: dict[str, Any], name: str) -> str:
     return f"{cell[name]['mean']:+.2f} ({cell[name]['low']:+.2f} to {cell[name]['high']:+.2f})"
 
 
-def _series(forced: Forced) -> dict[str, Tensor]:
-    series = {
-        name: torch.tensor(values, dtype=torch.float64)
-        for name in METRICS
-        if (values := getattr(forced, name, []))  # nothing fresh for a selector that learns
-    }
-    if "kl_fresh" in series:
-        series["kl_carried"] = series["kl"] - series["kl_fresh"]
-    return series
+def _series(run: Drift, method: Method) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of what there is: tokens answered before, and values."""
+    forced, free = run.forced.get(method, Forced()), run.free.get(method)
+    values = {name: getattr(forced, name, []) for name in METRICS}
+    values |= {"nll": [] if free is None else free.nll, "nll_dense": run.nll}
+    tensors = {name: torch.tensor(each, dtype=torch.float64) for name, each in values.items() if each}
+    if "kl_fresh" in tensors:  # nothing fresh for a selector that learns
+        tensors["kl_carried"] = tensors["kl"] - tensors["kl_fresh"]
+    answered = torch.arange(1, 1 + max(len(values["nll"]), len(run.nll)))
+    at = dict.fromkeys(METRICS, torch.tensor(forced.position)) | {"nll": answered, "nll_dense": answered}
+    return {name: (at[name], each) for name, each in tensors.items()}
 
 
 def _interval(found: Interval, scale: float) -> dict[str, float]:
