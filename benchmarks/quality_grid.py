@@ -3,20 +3,23 @@
     python benchmarks/quality_grid.py runs.jsonl --model Qwen2.5-Coder-1.5B-Instruct --folder answers --workers 5
     pagelocks eval table answers/*.jsonl
 
-A line of the list is an object: `name` (of the file of answers), `task`, `context`, `selector` and `budget` (lists),
-`new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is as in the grid of
-docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of the list begins
-for which the memory planned (`--memory`) has room; answers are written as they come, and the same command goes on where
-it was stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait
-for each other.
+A line of the list is an object: `name` (of the file of answers), `task`, `context`, `budgets` (an object, each
+selector's list), `new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is
+as in the grid of docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of
+the list begins for which the memory planned (`--memory`) has room; answers are written as they come, and the same
+command goes on where it was stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control
+-d`), or processes wait for each other.
 
 Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.  So
-far this has run on a CPU alone.
+far this has run on a CPU alone; of `eval run` on a GPU, with the selectors that learn, it is known that it takes (bf16,
+weights included) 17 GiB with Qwen2.5-Coder-0.5B at 4,096 tokens and a batch of 50, 25 GiB at 16,384 and 50, 23 GiB at
+28,672 and 25, and 15 GiB with 1.5B at 4,096 and 25.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import sys
@@ -28,7 +31,7 @@ from typing import Any
 from pagelocks.eval import ruler
 from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 
-NEEDED = ("name", "task", "context", "selector", "budget", "new_tokens", "batch", "gib")
+NEEDED = ("name", "task", "context", "budgets", "new_tokens", "batch", "gib")
 KNOWN = {*SELECTORS, *SEQUENCE_SELECTORS, *CALIBRATED_SELECTORS, *REPEATING_SELECTORS}
 
 
@@ -45,10 +48,13 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{where} has no {', '.join(missing)}: a run needs {', '.join(NEEDED)}")
         if run["task"] not in ruler.TASKS:
             raise ValueError(f"{where} has task={run['task']!r}: give one of {', '.join(ruler.TASKS)}")
-        if unknown := [name for name in run["selector"] if name not in KNOWN]:
-            raise ValueError(f"{where} has selector={unknown[0]!r}: give of {', '.join(sorted(KNOWN))}")
-        if max(run["budget"]) >= run["context"]:
-            raise ValueError(f"{where} has budget={max(run['budget'])}: give less than context={run['context']}")
+        budgets = run["budgets"]
+        if not isinstance(budgets, dict) or not all([budgets, *(isinstance(b, list) and b for b in budgets.values())]):
+            raise ValueError(f'{where} has budgets={budgets!r}: give an object as {{"locks": [64, 128]}}')
+        if unknown := [name for name in budgets if name not in KNOWN]:
+            raise ValueError(f"{where} has selector {unknown[0]!r}: give of {', '.join(sorted(KNOWN))}")
+        if (largest := max(map(max, budgets.values()))) >= run["context"]:
+            raise ValueError(f"{where} has budget {largest}: give less than context={run['context']}")
         if run["name"] in [other["name"] for other in runs]:
             raise ValueError(f"{where} has name={run['name']!r}, as another: runs would share a file")
         runs.append(run)
@@ -61,9 +67,6 @@ def arguments_of(run: dict[str, Any], folder: Path) -> argparse.Namespace:
         task=[run["task"]],
         context=[run["context"]],
         records=run.get("records", 50),
-        selector=run["selector"],
-        budget=run["budget"],
-        rule=["share"],
         seed=42,
         batch=run["batch"],
         one_length=True,
@@ -80,6 +83,7 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
 
     from pagelocks.eval import calibration, quality
     from pagelocks.eval.loading import load_model, load_tokenizer
+    from pagelocks.eval.runner import Method
 
     folder, tokenizer = load_tokenizer(options.model)
     model, about = load_model(folder, options.dtype, options.device)
@@ -98,8 +102,10 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
             continue
         begun, arguments = time.time(), arguments_of(run, options.folder)
         settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
+        methods = [Method(name, budget) for name, budgets in run["budgets"].items() for budget in budgets]
+        header = about | settings | {"calibration": text.about}
         try:
-            lines = quality.run(arguments, about | settings | {"calibration": text.about}, model, tokenizer, (), text)
+            lines = quality.run(arguments, header, model, tokenizer, (), text, methods)
             print(f"{run['name']}: {len(lines)} answers, {time.time() - begun:.0f} s", flush=True)
         except Exception:  # the others go on
             print(f"{run['name']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -107,6 +113,7 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
                 plan["failed"] = [*plan["failed"], run["name"]]
         with lock:
             plan["memory"] -= run["gib"]
+        gc.collect()  # a run that failed leaves cycles, which hold its caches
         if options.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "quality_grid.py"
-RUN = {"name": "a", "task": "niah_single_1", "context": 512, "selector": ["locks", "h2o"], "budget": [64]}
+RUN = {"name": "a", "task": "niah_single_1", "context": 512, "budgets": {"locks": [64], "h2o": [64, 128]}}
 RUN |= {"new_tokens": 4, "batch": 2, "gib": 2, "records": 2}
 
 
@@ -27,8 +27,9 @@ def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedPr
     [
         ({"gib": 5}, "a would take more than --memory 4"),
         ({"task": "niah"}, "task='niah': give one of niah_single_1"),
-        ({"selector": ["locks", "loky"]}, "selector='loky'"),
-        ({"budget": [64, 512]}, "budget=512: give less than context=512"),
+        ({"budgets": {"locks": [64], "loky": [64]}}, "selector 'loky'"),
+        ({"budgets": {"locks": [64, 512]}}, "budget 512: give less than context=512"),
+        *(({"budgets": budgets}, "give an object as") for budgets in ({"locks": []}, {"locks": 64}, {}, [64])),
     ],
 )
 def test_a_list_is_refused_before_anything_is_loaded(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -46,9 +47,9 @@ def test_it_answers_and_goes_on(tmp_path: Path) -> None:
     """A run that is done is not answered again; one that cannot be fails, is named, and does not stop the next."""
     assert drive(tmp_path, RUN).returncode == 0
     first = (tmp_path / "answers" / "a.jsonl").read_text()
-    assert len(first.splitlines()) == 1 + 2 * 3  # a header; dense, LOCKS and H2O for each record
+    assert len(first.splitlines()) == 1 + 2 * 4  # a header; dense, LOCKS and H2O twice for each record
     longer = RUN | {"name": "b", "new_tokens": 8000}
-    done = drive(tmp_path, longer, RUN, RUN | {"name": "c", "selector": ["quest"]})
+    done = drive(tmp_path, longer, RUN, RUN | {"name": "c", "budgets": {"quest": [64]}})
     assert done.returncode == 1 and "failed: ['b']" in done.stderr and "--new-tokens=8000" in done.stderr
     assert (tmp_path / "answers" / "a.jsonl").read_text() == first
     assert len((tmp_path / "answers" / "c.jsonl").read_text().splitlines()) == 1 + 2 * 2

@@ -136,6 +136,7 @@ def run(
     tokenizer: Any,
     data: Sequence[Data] = (),
     text: calibration.Text | None = None,
+    methods: Sequence[Method] | None = None,
 ) -> list[dict[str, Any]]:
     """Answer what the file does not hold yet; returns all its lines.
 
@@ -145,6 +146,7 @@ def run(
     header : the file's first line
     data : benchmarks beside RULER's tasks
     text : to calibrate on; only with selectors that are
+    methods : instead of every selector at every budget by every rule
     """
     path = Path(arguments.output)
     done = read_lines(path, header)
@@ -154,8 +156,10 @@ def run(
         if line["selector"] in CALIBRATED_SELECTORS and digest not in (None, line.get("calibration", digest)):
             allowed = f"the text of this file's {line['selector']}, of digest {line['calibration']}"
             raise reject("calibration", digest, allowed, "Write to another file.")
-    every = (Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule)
-    methods, held = list(dict.fromkeys(every)), {key_of(line) for line in done}
+    if methods is None:
+        methods = [Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule]
+    methods, held = list(dict.fromkeys(methods)), {key_of(line) for line in done}
+    names = {method.selector for method in methods}
     counts = dict.fromkeys(arguments.task, arguments.records) | {each.name: len(each.examples) for each in data}
     work = [(task, context) for context in arguments.context for task in counts]
     wanted = {
@@ -190,10 +194,9 @@ def run(
         for index in [index for index in range(counts[name]) if (name, context, index) in wanted][:1]:
             prompt_of(name, context, index)
     measured = None
-    if text is not None and any(name in CALIBRATED_SELECTORS for name in arguments.selector):
+    if text is not None and names & CALIBRATED_SELECTORS.keys():
         measured = calibration.measure(model, text.sequences)
-    repeating = any(name in REPEATING_SELECTORS for name in arguments.selector)
-    request = calibration.repetition_request(tokenizer) if repeating else []
+    request = calibration.repetition_request(tokenizer) if names & set(REPEATING_SELECTORS) else []
     runner = Runner(model, methods, stop_tokens(model, tokenizer), calibration=measured, request=request)
     shared = {DENSE: {"page_bytes": None, "commit": header.get("commit")}}
     for method in methods:
