@@ -216,7 +216,8 @@ def test_summaries() -> None:
     assert exact["against_dense"]["difference"] == -25 and exact["against_dense"]["p"] == 1
     assert locks["low"] <= 37.5 <= locks["high"]
     assert (locks["coverage_ratio"], locks["retention"], locks["worst"]) == (0.85, 0.5, 0.2)
-    assert locks["pages_read_share"] == 0.25
+    assert locks["pages_read_share"] == 0.25 and locks["scores"] == [1, 0.5, 0, 0]
+    assert tables.summaries([lines[9], lines[11]])[0]["scores"] == [None, 0.5, None, 0]
     (one,) = tables.summaries(lines[9:10])
     assert (one["n"], one["low"], one["high"], one["against_dense"]) == (1, None, None, None)
     assert tables.summary_table(lines).row_count == 3

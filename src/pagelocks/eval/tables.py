@@ -61,7 +61,8 @@ def summaries(lines: Sequence[Line], compare: bool = True) -> list[Line]:
     Intervals of 95%: Wilson's where every score is right or wrong, else the bootstrap's, None for one record.
     `against_dense` and `against_exact` are mean differences on the records that both have, with interval and
     permutation test; the oracle is the one at the same budget and rule.  Without `compare` both are left out: they take
-    the time.
+    the time.  `scores` has each record's, from 0 to 1, at its index, and None where there is no such record: enough for
+    other pairs and means than these, when the lines are gone.
     """
     cells: dict[tuple[Any, ...], dict[int, Line]] = defaultdict(dict)
     for line in lines:
@@ -75,6 +76,8 @@ def summaries(lines: Sequence[Line], compare: bool = True) -> list[Line]:
         about["substitute"] = any(line["substitute"] for line in records.values())
         about["page_bytes"] = next(iter(records.values())).get("page_bytes")
         about["commits"] = sorted({str(line.get("commit")) for line in records.values()})
+        by_index = {index: line["score"] for index, line in records.items()}
+        about["scores"] = [by_index.get(index) for index in range(max(by_index) + 1)]
         about |= {"score": _percent(sum(scores) / len(scores)), "low": _percent(low), "high": _percent(high)}
         sparse = [line["sparse_share"] for line in records.values() if line.get("sparse_share") is not None]
         about["sparse_share"] = round(sum(sparse) / len(sparse), 4) if sparse else None
