@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from pagelocks import LocksConfig
 from pagelocks.selectors import (
     CALIBRATED_SELECTORS,
     H2O,
@@ -16,6 +17,7 @@ from pagelocks.selectors import (
     SnapKV,
     TriAttention,
     history,
+    make_selector,
     observes,
 )
 from pagelocks.selectors.history import observe_together
@@ -350,3 +352,16 @@ def test_bad_frequencies_and_reconstructions():
     assert_rejected(lambda: selector.reconstruct(part, keys[..., :39, :], SCALE), "keys.shape[-2]=39", "30 tokens")
     selector.log_mass(query[..., 0, :], Pages(30, 16), SCALE)
     assert_rejected(lambda: selector.reconstruct(part, keys[..., :40, :], SCALE), "before any selection")
+
+
+@pytest.mark.parametrize("name", [name for name in SEQUENCE_SELECTORS if observes(make_selector(name, LocksConfig()))])
+def test_nothing_is_kept_of_a_prompt_but_what_is_needed(name: str) -> None:
+    """A view of a prompt's queries or keys would keep all of them, in every layer and for every budget."""
+    selector = make_selector(name, LocksConfig(budget=64))
+    keys = torch.randn(2, 2, 700, DIM)
+    for first, last in ((0, 400), (400, 700)):
+        selector.observe(torch.randn(2, 2, 3, last - first, DIM), keys[:, :, :last], SCALE)
+    states = [state for state in vars(selector).values() if isinstance(state, torch.Tensor)]
+    assert states
+    for state in states:
+        assert state.untyped_storage().nbytes() == state.numel() * state.itemsize
