@@ -136,7 +136,7 @@ def add_drift(commands: Any, **shape: Any) -> None:
     parser.add_argument("--budget", type=int, nargs="+", default=[128, 512], help="tokens a KV head attends (128 512)")
     parser.add_argument("--rule", default="share", choices=list(GROUP_RULES), metavar="RULE")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all answers; 0 is greedy (0)")
-    parser.add_argument("--free-only", action="store_true", help="methods answer by themselves and are not led: quicker")
+    parser.add_argument("--free-only", action="store_true", help="methods only answer by themselves: quicker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])

@@ -44,10 +44,12 @@ _NEXT = (
     "Some more notes have turned up.\n\n{notes}\n\nGo on from where you stopped. Bring in one person of these notes "
     "and one of the first, and remember what you have told already."
 )
-METRICS = ("kl", "agreement", "nll_difference", "kl_fresh", "agreement_fresh", "kl_carried", "keys", "values")
-METRICS += ("nll", "nll_dense")
-"""Of each part: means of what `drift.Forced` has, of kl less kl_fresh, and of what dense attention makes of the method's
-free answer and of its own."""
+METRICS = (
+    *("kl", "agreement", "nll_difference", "kl_fresh", "agreement_fresh", "kl_carried", "keys", "values"),
+    *("nll", "nll_dense"),
+)
+"""Of each part: means of what `drift.Forced` has, of kl less kl_fresh, and of what dense attention makes of a free
+answer and of its own."""
 
 
 def run_drift(arguments: argparse.Namespace) -> Any:
@@ -192,8 +194,8 @@ def repetition(tokens: Sequence[int], size: int = 4) -> float:
 
 
 def drift_table(cells: Sequence[dict[str, Any]]) -> Table:
-    """Means; slopes for 1,000 tokens, with intervals, of KL and of what the cache carried along of it; free answers, and
-    what dense attention makes of their tokens and of its own."""
+    """Means; slopes for 1,000 tokens, with intervals, of KL and of what the cache carried along of it; free answers and
+    what dense attention makes of them, and of its own."""
     table = Table(box=None, header_style="bold")
     for name in (
         "turns",
