@@ -154,7 +154,7 @@ class History(ABC):
         group, steps, tokens = query.shape[-3], query.shape[-2], keys.shape[-2]
         rows = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * tokens))
         keys, gone = keys.to(torch.float32), self._gone(tokens)
-        hidden = bool(gone.any())
+        hidden = steps == 1 or bool(gone.any())  # to ask, a GPU is waited for: longer than one query's mask takes
         # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
         bound = query.shape[-1] * max(1.0, abs(scale))
         tame = not hidden and steps >= query.shape[-1] and _largest(query) * _largest(keys) * bound < 1e37

@@ -124,13 +124,13 @@ class _Likeness:
             cosines.diagonal(start, -2, -1).zero_()
             total = pad(total, (0, stop - start)) + cosines.sum(-2)
             total[..., start:] += cosines[..., :start].sum(-1)
-            number = torch.arange(1, stop + 1, device=unit.device)
-            like = torch.where(cosines > self._threshold, 1, 0)
+            number = torch.arange(1, stop + 1, dtype=torch.int32, device=unit.device)
+            like = cosines > self._threshold
             # A new token's last like one among the old, then everyone's among the new, which come later.
-            old = pad(like[..., :start] * number[:start], (1, 0)).amax(-1)
+            old = pad(torch.where(like[..., :start], number[:start], 0), (1, 0)).amax(-1).long()
             last = torch.cat([last, old], -1)
             cosine = torch.cat([cosine, cosines.gather(-1, (old - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)], -1)
-            new = (like * number[start:].unsqueeze(-1)).amax(-2)
+            new = torch.where(like, number[start:].unsqueeze(-1), 0).amax(-2).long()
             place = (new - 1 - start).clamp(min=0).unsqueeze(-2)
             last, cosine = (
                 torch.where(new > 0, new, last),
