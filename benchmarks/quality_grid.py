@@ -28,10 +28,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pagelocks import LocksConfig
 from pagelocks.eval import ruler
 from pagelocks.selectors import CALIBRATED_SELECTORS, REPEATING_SELECTORS, SELECTORS, SEQUENCE_SELECTORS
 
 NEEDED = ("name", "task", "context", "budgets", "new_tokens", "batch", "gib")
+NUMBERS = ("context", "new_tokens", "batch", "records", "gib")
 KNOWN = {*SELECTORS, *SEQUENCE_SELECTORS, *CALIBRATED_SELECTORS, *REPEATING_SELECTORS}
 
 
@@ -40,24 +42,43 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         where = f"line {number} of {path}"
+        if not line.strip():
+            continue
         try:
             run = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is no JSON ({error}): give one object a line") from None
+        if not isinstance(run, dict):
+            raise ValueError(f"{where} is {run!r}: give one object a line")
         if missing := [name for name in NEEDED if name not in run]:
             raise ValueError(f"{where} has no {', '.join(missing)}: a run needs {', '.join(NEEDED)}")
+        for name in ("name", "task"):
+            if not isinstance(run[name], str) or Path(run[name]).name != run[name]:
+                raise ValueError(f"{where} has {name}={run[name]!r}: give a name")
+        for name in NUMBERS:
+            number = run.get(name, 1)
+            if type(number) not in (int, float) or number <= 0 or (name != "gib" and type(number) is not int):
+                raise ValueError(f"{where} has {name}={number!r}: give a number above 0")
         if run["task"] not in ruler.TASKS:
             raise ValueError(f"{where} has task={run['task']!r}: give one of {', '.join(ruler.TASKS)}")
         budgets = run["budgets"]
-        if not isinstance(budgets, dict) or not all([budgets, *(isinstance(b, list) and b for b in budgets.values())]):
+        lists = budgets.values() if isinstance(budgets, dict) else []
+        if not lists or not all(isinstance(each, list) and each for each in lists):
             raise ValueError(f'{where} has budgets={budgets!r}: give an object as {{"locks": [64, 128]}}')
         if unknown := [name for name in budgets if name not in KNOWN]:
             raise ValueError(f"{where} has selector {unknown[0]!r}: give of {', '.join(sorted(KNOWN))}")
-        if (largest := max(map(max, budgets.values()))) >= run["context"]:
+        for budget in (budget for each in lists for budget in each):
+            try:
+                LocksConfig(budget=budget)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        if (largest := max(map(max, lists))) >= run["context"]:
             raise ValueError(f"{where} has budget {largest}: give less than context={run['context']}")
         if run["name"] in [other["name"] for other in runs]:
             raise ValueError(f"{where} has name={run['name']!r}, as another: runs would share a file")
         runs.append(run)
+    if not runs:
+        raise ValueError(f"{path} has no run: give one object a line")
     return runs
 
 
@@ -102,9 +123,9 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
             continue
         begun, arguments = time.time(), arguments_of(run, options.folder)
         settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
-        methods = [Method(name, budget) for name, budgets in run["budgets"].items() for budget in budgets]
         header = about | settings | {"calibration": text.about}
         try:
+            methods = [Method(name, budget) for name, budgets in run["budgets"].items() for budget in budgets]
             lines = quality.run(arguments, header, model, tokenizer, (), text, methods)
             print(f"{run['name']}: {len(lines)} answers, {time.time() - begun:.0f} s", flush=True)
         except Exception:  # the others go on

@@ -30,6 +30,11 @@ def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedPr
         ({"budgets": {"locks": [64], "loky": [64]}}, "selector 'loky'"),
         ({"budgets": {"locks": [64, 512]}}, "budget 512: give less than context=512"),
         *(({"budgets": budgets}, "give an object as") for budgets in ({"locks": []}, {"locks": 64}, {}, [64])),
+        ({"budgets": {"locks": [50]}}, "budget=50 is not allowed"),
+        ({"budgets": {"locks": ["64"]}}, "budget='64' is not allowed"),
+        ({"gib": "2"}, "gib='2': give a number above 0"),
+        ({"records": 0}, "records=0: give a number above 0"),
+        ({"name": "../a"}, "name='../a': give a name"),
     ],
 )
 def test_a_list_is_refused_before_anything_is_loaded(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -38,6 +43,7 @@ def test_a_list_is_refused_before_anything_is_loaded(tmp_path: Path, changes: di
 
 
 def test_names_and_lines(tmp_path: Path) -> None:
+    assert "has no run" in drive(tmp_path).stderr and "is 5: give one object a line" in drive(tmp_path, 5).stderr
     assert "as another" in drive(tmp_path, RUN, RUN).stderr
     assert "has no gib" in drive(tmp_path, {name: RUN[name] for name in RUN if name != "gib"}).stderr
 

@@ -110,7 +110,7 @@ class Free:
     tokens : ids, of all turns
     pages_read, pages_skipped : over all layers and KV heads
     nll : -log p of each token but the first, nats, by dense attention that reads the same conversation: how likely the
-        model itself finds what the method wrote
+        model itself finds what the method wrote; over all tokens, and at temperature 1 whatever they were drawn at
     """
 
     tokens: list[int]

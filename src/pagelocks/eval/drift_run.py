@@ -244,11 +244,11 @@ def _series(run: Drift, method: Method) -> dict[str, tuple[Tensor, Tensor]]:
     """Of what there is: tokens answered before, and values."""
     forced, free = run.forced.get(method, Forced()), run.free.get(method)
     values = {name: getattr(forced, name, []) for name in METRICS}
-    values |= {"nll": [] if free is None else free.nll, "nll_dense": run.nll}
+    values |= {} if free is None else {"nll": free.nll, "nll_dense": run.nll}  # of the same prompts
     tensors = {name: torch.tensor(each, dtype=torch.float64) for name, each in values.items() if each}
     if "kl_fresh" in tensors:  # nothing fresh for a selector that learns
         tensors["kl_carried"] = tensors["kl"] - tensors["kl_fresh"]
-    answered = torch.arange(1, 1 + max(len(values["nll"]), len(run.nll)))
+    answered = torch.arange(1, 1 + len(run.nll))
     at = dict.fromkeys(METRICS, torch.tensor(forced.position)) | {"nll": answered, "nll_dense": answered}
     return {name: (at[name], each) for name, each in tensors.items()}
 

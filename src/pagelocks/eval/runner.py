@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -204,6 +205,10 @@ class Runner:
                 allowed = f"{method.selector} takes a request of two tokens or more"
                 raise reject("request", self.request, allowed, "Make it with calibration.repetition_request.")
             self.selector(method, self.a_layer)
+        if model.device.type == "cuda" and find_spec("triton"):
+            from . import passes
+
+            passes.use()
 
     def selector(self, method: Method, layer: int) -> Selector:
         """A new selector for one layer of one batch."""

@@ -1,6 +1,7 @@
 """Ways to rank pages, one a file, behind one interface: LOCKS, and what it is measured against."""
 
 from collections.abc import Callable
+from functools import partial
 
 from ..config import LocksConfig, reject
 from .base import Observer, PageSource, Selector, observes
@@ -54,7 +55,7 @@ CALIBRATED_SELECTORS: dict[str, Callable[..., Selector]] = {
 """Name -> a selector whose first argument was measured beforehand, layer by layer; its class says how."""
 
 REPEATING_SELECTORS: dict[str, Callable[[LocksConfig], Selector]] = {
-    "kvzip": KVzip,
+    "kvzip": partial(KVzip, repeated=True),
 }
 """Name -> a selector that must be shown the prompt's repetition (`reconstruct`) before it selects."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .history import Watching, grow, protect
+from .history import Columns, Watching, grow, protect
 
 
 class H2O(Watching):
@@ -25,6 +25,10 @@ class H2O(Watching):
     def _see(self, first: int, weights: Tensor) -> None:
         assert self._sum is not None
         self._sum[..., : weights.shape[-1]] += weights.sum(-2)
+
+    def _take(self, columns: Columns) -> None:
+        assert self._sum is not None
+        self._sum = self._sum + columns.sums
 
     def _score(self, count: int) -> Tensor:
         assert self._sum is not None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +24,43 @@ GPU_CHUNK = 2**27
 
 SPAN = 60.0
 """No page's log-mass is further below the best one's, so that a page that was not evicted has a share above 0."""
+
+
+class Columns(NamedTuple):
+    """What each key gets from some queries' attention a_g(t, i), fp32 (..., G, T) each.
+
+    Attributes
+    ----------
+    sums, most : over those queries t
+    last, gap : the last t with a_g(t, i) >= threshold, and the longest gap between two such, gone on with; not looked
+        at where none were given
+    """
+
+    sums: Tensor
+    most: Tensor
+    last: Tensor
+    gap: Tensor
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Other ways to what is learnt from a long prompt, such as kernels; each may answer None, for "not of these".
+
+    Attributes
+    ----------
+    columns : (query (..., G, n, d), keys (..., T, d), scale, threshold, (last, gap) or None) -> Columns
+        Causal attention of the last n of T tokens; all numbers are finite.
+    likeness : (keys (..., T, d), inverse fp32 (..., T), threshold, (total, last, cosine)) -> the same of all T tokens
+        As `rkv.Likeness` has them, of which those of the first tokens are known; `inverse` is one over each key's norm,
+        and 0 for a key that takes no part, whatever it holds.
+    """
+
+    columns: Callable[[Tensor, Tensor, float, float, tuple[Tensor, Tensor] | None], Columns | None]
+    likeness: Callable[[Tensor, Tensor, float, tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor, Tensor] | None]
+
+
+passes: Passes | None = None
+"""Used instead of PyTorch where they answer; None for PyTorch alone."""
 
 
 class History(ABC):
@@ -153,11 +191,8 @@ class History(ABC):
         """
         group, steps, tokens = query.shape[-3], query.shape[-2], keys.shape[-2]
         rows = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * tokens))
+        may_hide, tame = self._looks(query, keys, scale)
         keys, gone = keys.to(torch.float32), self._gone(tokens)
-        hidden = steps == 1 or bool(gone.any())  # to ask, a GPU is waited for: longer than one query's mask takes
-        # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
-        bound = query.shape[-1] * max(1.0, abs(scale))
-        tame = not hidden and steps >= query.shape[-1] and _largest(query) * _largest(keys) * bound < 1e37
         for start in range(0, steps, rows):
             part = query[..., start : start + rows, :].to(torch.float32)
             first = tokens - steps + start
@@ -167,7 +202,7 @@ class History(ABC):
             # In place, for these are most of the time.  No infinity stays that would make a softmax NaN.
             if not tame:
                 logits.nan_to_num_(-torch.inf, 1e38, -1e38)
-            if hidden:
+            if may_hide:
                 logits.masked_fill_(gone[..., None, None, :seen], -torch.inf)
             future = torch.ones(part.shape[-2], part.shape[-2], dtype=torch.bool, device=keys.device).triu(1)
             logits[..., first:].masked_fill_(future, -torch.inf)
@@ -175,8 +210,33 @@ class History(ABC):
             yield first, weights if tame else weights.nan_to_num_(0)  # NaN for a query that sees no key
 
 
+    def _looks(self, query: Tensor, keys: Tensor, scale: float) -> tuple[bool, bool]:
+        """Whether some keys may have to be hidden, and whether none is and no logit can overflow."""
+        # To ask, a GPU is waited for: longer than one query's mask takes.
+        may_hide = query.shape[-2] == 1 or bool(self._gone(keys.shape[-2]).any())
+        # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
+        bound = query.shape[-1] * max(1.0, abs(scale))
+        many = not may_hide and query.shape[-2] >= query.shape[-1]
+        return may_hide, many and _largest(query) * _largest(keys) * bound < 1e37
+
+    def _columns(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        scale: float,
+        threshold: float = 1.0,
+        gaps: tuple[Tensor, Tensor] | None = None,
+    ) -> Columns | None:
+        """`Passes.columns`, where there is such a pass and these are its kind of numbers."""
+        if passes is None or query.shape[-2] == 1 or not self._looks(query, keys, scale)[1]:
+            return None
+        return passes.columns(query, keys, scale, threshold, gaps)
+
+
 class Watching(History):
     """One that learns from all attention there is."""
+
+    _threshold = 1.0
 
     @abstractmethod
     def _prepare(self, query: Tensor, tokens: int) -> None:
@@ -186,26 +246,43 @@ class Watching(History):
     def _see(self, first: int, weights: Tensor) -> None:
         """Learn from some queries' attention, as `_attention` yields it; it is not to be changed."""
 
+    @abstractmethod
+    def _take(self, columns: Columns) -> None:
+        """Learn from what all queries of a step gave to each key, instead."""
+
+    def _gaps(self) -> tuple[Tensor, Tensor] | None:
+        """`last` and `gap` of `Columns` so far, by `_threshold`; None for one that does not look at them."""
+        return None
+
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        self._prepare(query, keys.shape[-2])
-        for first, weights in self._attention(query, keys, scale):
-            self._see(first, weights)
+        _watch([self], query, keys, scale)
 
 
 def observe_together(members: Sequence[History], query: Tensor, keys: Tensor, scale: float) -> None:
     """As `observe` of each; the attention that several of them look at is computed once.  None has evicted yet."""
     for member in members:
         member._check(query, keys)
-    watching = [member for member in members if isinstance(member, Watching)]
-    for member in watching:
-        member._prepare(query, keys.shape[-2])
-    for first, weights in watching[0]._attention(query, keys, scale) if watching else ():
-        for member in watching:
-            member._see(first, weights)
+    _watch([member for member in members if isinstance(member, Watching)], query, keys, scale)
     for member in members:
         if not isinstance(member, Watching):
             member._learn(query, keys, scale)
         member._tokens = keys.shape[-2]
+
+
+def _watch(members: Sequence[Watching], query: Tensor, keys: Tensor, scale: float) -> None:
+    for member in members:
+        member._prepare(query, keys.shape[-2])
+    asking = [member for member in members if member._gaps() is not None]
+    if members and len(asking) < 2:
+        first = asking[0] if asking else members[0]
+        columns = first._columns(query, keys, scale, first._threshold, first._gaps())
+        if columns is not None:
+            for member in members:
+                member._take(columns)
+            return
+    for position, weights in members[0]._attention(query, keys, scale) if members else ():
+        for member in members:
+            member._see(position, weights)
 
 
 def chunk_on(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import reject
+from ..config import LocksConfig, reject
 from .history import History, grow, protect
 
 
@@ -23,7 +23,17 @@ class KVzip(History):
     one budget; here it is pages, as many for each KV head.  It has the repetition attend to the sink, the 2,048 tokens
     that are being repeated and itself; here it attends to the whole context and itself.  Reads one score a token, 64
     bytes a page, though one a page would do.
+
+    Parameters
+    ----------
+    config, permanent : as in `History`
+    repeated : bool
+        The repetition will come: nothing is learnt from the prompt's own queries, and to select before it is an error.
     """
+
+    def __init__(self, config: LocksConfig | None = None, *, permanent: bool = True, repeated: bool = False) -> None:
+        super().__init__(config, permanent=permanent)
+        self._repeated = repeated
 
     _importance: Tensor | None = None  # (..., 1, T)
     _context: int | None = None  # tokens that were repeated
@@ -57,18 +67,24 @@ class KVzip(History):
         return 4 * page_size
 
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
-        if self._prompt is None and self._context is None:
+        if self._prompt is None and self._context is None and not self._repeated:
             self._take(query, keys, scale)
 
     def _take(self, query: Tensor, keys: Tensor, scale: float) -> None:
         most = grow(self._importance, query[..., :1, :, :], keys.shape[-2])
+        columns = self._columns(query, keys, scale)
+        if columns is not None:
+            self._importance = most.maximum(columns.most.amax(-2, keepdim=True))
+            return
         for _, weights in self._attention(query, keys, scale):
             seen = weights.shape[-1]
             most[..., :seen] = most[..., :seen].maximum(weights.amax((-3, -2)).unsqueeze(-2))
         self._importance = most
 
     def _score(self, count: int) -> Tensor:
-        assert self._importance is not None and self._prompt is not None
+        if self._importance is None:
+            raise reject("selector", "KVzip", "the prompt has not been repeated to it", "Call reconstruct first.")
+        assert self._prompt is not None
         context = self._prompt if self._context is None else self._context
         first = context // self._config.page_size
         mass = self._pages(self._importance, min(first, count)).sum(-1).log()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import LocksConfig, reject
-from .history import Watching, check_number, grow, protect
+from .history import Columns, Watching, check_number, grow, protect
 
 
 class LazyEviction(Watching):
@@ -62,6 +62,13 @@ class LazyEviction(Watching):
         last.scatter_reduce_(0, key, step, "amax")
         self._last[..., :seen] = last.view_as(self._last[..., :seen])
         self._gap[..., :seen] = longest.view_as(self._gap[..., :seen])
+
+    def _gaps(self) -> tuple[Tensor, Tensor] | None:
+        assert self._last is not None and self._gap is not None
+        return self._last, self._gap
+
+    def _take(self, columns: Columns) -> None:
+        self._last, self._gap = columns.last, columns.gap
 
     def _score(self, count: int) -> Tensor:
         assert self._last is not None and self._gap is not None

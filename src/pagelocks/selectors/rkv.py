@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from ..config import LocksConfig, reject
+from . import history
 from .history import History, check_number, chunk_on, protect
 from .snapkv import check_kernel
 
@@ -52,7 +53,7 @@ class RKV(History):
             raise reject("threshold", threshold, "cosines, and so their bound, are -1 to 1", "Use 0.5.")
         self._window, self._kernel, self._balance, self._threshold = window, kernel, balance, threshold
         self._queries: Tensor | None = None  # (..., G, window or fewer, d)
-        self._likeness = _Likeness(threshold)
+        self._likeness = Likeness(threshold)
         self._merit = torch.zeros(0)  # (..., 1, tokens before the window)
 
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
@@ -75,16 +76,15 @@ class RKV(History):
         self._merit = (self._balance * importance - (1 - self._balance) * redundancy).unsqueeze(-2)
 
     def _redundancy(self, keys: Tensor, gone: Tensor) -> Tensor:
-        unit = normalize(keys.to(torch.float32).masked_fill(gone.unsqueeze(-1), 0), dim=-1)
         if self._evicted is None or not self._evicted.any():
-            self._likeness = self._likeness.with_tokens(unit)
+            self._likeness = self._likeness.with_tokens(keys, gone)
             mean = self._likeness.mean()
         else:
             # Tokens that are gone take no part, as if the sequence were the rest alone; few are left, so start anew.
             left = gone.sort(dim=-1, stable=True).indices[..., : int((~gone).sum(-1).max())]
-            rest = unit.gather(-2, left.unsqueeze(-1).expand(*left.shape, unit.shape[-1]))
-            likeness = _Likeness(self._threshold).with_tokens(rest)
-            mean = torch.zeros_like(unit[..., 0]).scatter(-1, left, likeness.mean())
+            rest = keys.gather(-2, left.unsqueeze(-1).expand(*left.shape, keys.shape[-1]))
+            likeness = Likeness(self._threshold).with_tokens(rest, gone.gather(-1, left))
+            mean = torch.zeros_like(gone, dtype=torch.float32).scatter(-1, left, likeness.mean())
         return mean.masked_fill(gone, -torch.inf).softmax(-1).nan_to_num(0)
 
     def _score(self, count: int) -> Tensor:
@@ -101,8 +101,8 @@ class RKV(History):
         return page_size * (4 + head_dim * itemsize / 128)
 
 
-class _Likeness:
-    """The mean over l of C(l, i), kept up to date as tokens arrive: T d operations for each, and T numbers kept."""
+class Likeness:
+    """The mean over l of C(l, i), kept up to date as tokens arrive: T d operations for each, and three T numbers kept."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -110,13 +110,24 @@ class _Likeness:
         self._last: Tensor | None = None  # int64 (..., T): 1 + the last like token, or 0
         self._cosine: Tensor | None = None  # (..., T): the cosine with it
 
-    def with_tokens(self, unit: Tensor) -> _Likeness:
-        """With all tokens' normalised keys, or zeros, (..., T, d); those seen before are known by their number."""
-        lead, tokens = unit.shape[:-2], unit.shape[-2]
+    def with_tokens(self, keys: Tensor, gone: Tensor) -> Likeness:
+        """With all tokens' keys (..., T, d); those seen before are known by their number.
+
+        `gone`, bool (..., T), take no part.
+        """
+        lead, tokens = keys.shape[:-2], keys.shape[-2]
         total, last, cosine = self._total, self._last, self._cosine
         if total is None or last is None or cosine is None:
-            total = cosine = unit.new_zeros((*lead, 0))
+            total = cosine = keys.new_zeros((*lead, 0), dtype=torch.float32)
             last = total.to(torch.int64)
+        grown = Likeness(self._threshold)
+        if history.passes is not None:
+            inverse = keys.norm(dim=-1, dtype=torch.float32).clamp(min=1e-12).reciprocal().masked_fill(gone, 0)
+            found = history.passes.likeness(keys, inverse, self._threshold, (total, last.int(), cosine))
+            if found is not None:
+                grown._total, grown._last, grown._cosine = found[0], found[1].long(), found[2]
+                return grown
+        unit = normalize(keys.to(torch.float32).masked_fill(gone.unsqueeze(-1), 0), dim=-1)
         rows = max(1, chunk_on(unit) // max(1, lead.numel() * tokens))
         for start in range(total.shape[-1], tokens, rows):
             stop = min(start + rows, tokens)
@@ -136,7 +147,6 @@ class _Likeness:
                 torch.where(new > 0, new, last),
                 torch.where(new > 0, cosines.gather(-2, place).squeeze(-2), cosine),
             )
-        grown = _Likeness(self._threshold)
         grown._total, grown._last, grown._cosine = total, last, cosine
         return grown
 
