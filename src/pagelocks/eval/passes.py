@@ -25,15 +25,15 @@ def _later(one, other):  # type: ignore[no-untyped-def]
     return tl.maximum(one, other)
 
 
-@triton.jit
-def _block(base, strides, number, first, count, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows `first` to `first + BLOCK` of matrix `number`; zeros from `count` on."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _block(base, stride, first, count, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `first` to `first + BLOCK` of a matrix; zeros from `count` on."""
     row = first + tl.arange(0, BLOCK)
-    place = base + (row * strides)[:, None] + tl.arange(0, D)[None, :]
+    place = base + (row * stride)[:, None] + tl.arange(0, D)[None, :]
     return tl.load(place, mask=row[:, None] < count, other=0.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _normalisers(  # type: ignore[no-untyped-def]
     query, keys, out, scale, steps, tokens, query_lead, query_group, query_step, key_lead, key_step,
     G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -43,12 +43,12 @@ def _normalisers(  # type: ignore[no-untyped-def]
     lead, head = number // G, number % G
     row = start + tl.arange(0, BLOCK)
     position = tokens - steps + row
-    query_block = _block(query + lead * query_lead + head * query_group, query_step, 0, start, steps, D, BLOCK)
+    query_block = _block(query + lead * query_lead + head * query_group, query_step, start, steps, D, BLOCK)
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, tl.minimum(tokens, tokens - steps + start + BLOCK), BLOCK):
         column = first + tl.arange(0, BLOCK)
-        key_block = _block(keys + lead * key_lead, key_step, 0, first, tokens, D, BLOCK)
+        key_block = _block(keys + lead * key_lead, key_step, first, tokens, D, BLOCK)
         logits = tl.dot(query_block, tl.trans(key_block)) * scale
         logits = tl.where(column[None, :] <= position[:, None], logits, float("-inf"))
         larger = tl.maximum(peak, tl.max(logits, 1))
@@ -57,7 +57,7 @@ def _normalisers(  # type: ignore[no-untyped-def]
     tl.store(out + number * steps + row, peak + tl.log(total), mask=row < steps)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _columns(  # type: ignore[no-untyped-def]
     query, keys, normalisers, sums, most, last, gap, scale, threshold, steps, tokens,
     query_lead, query_group, query_step, key_lead, key_step,
@@ -68,7 +68,7 @@ def _columns(  # type: ignore[no-untyped-def]
     lead, head = number // G, number % G
     column = start + tl.arange(0, BLOCK)
     place, there = number * tokens + column, column < tokens
-    key_block = _block(keys + lead * key_lead, key_step, 0, start, tokens, D, BLOCK)
+    key_block = _block(keys + lead * key_lead, key_step, start, tokens, D, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.float32)
     if GAPS:
@@ -77,14 +77,14 @@ def _columns(  # type: ignore[no-untyped-def]
     before = tokens - steps
     for first in range(tl.maximum(0, start - before) // BLOCK * BLOCK, steps, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        query_block = _block(query + lead * query_lead + head * query_group, query_step, 0, first, steps, D, BLOCK)
+        query_block = _block(query + lead * query_lead + head * query_group, query_step, first, steps, D, BLOCK)
         normaliser = tl.load(normalisers + number * steps + row, mask=row < steps, other=float("inf"))
         weights = tl.exp(tl.dot(query_block, tl.trans(key_block)) * scale - normaliser[:, None])
         weights = tl.where(column[None, :] <= (before + row)[:, None], weights, 0.0)
         total += tl.sum(weights, 0)
         greatest = tl.max(weights, 0)
         largest = tl.maximum(largest, greatest)
-        if GAPS:
+        if GAPS:  # noqa: SIM102 - known when it is compiled, what follows is not
             if tl.max(greatest, 0) >= threshold:
                 position = (before + row)[:, None]
                 # The last position that reached the threshold, -1 for none; a gap that is closed is one more than the
@@ -104,7 +104,7 @@ def _columns(  # type: ignore[no-untyped-def]
         tl.store(gap + place, longest.to(tl.float32), mask=there)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _likeness(  # type: ignore[no-untyped-def]
     keys, inverse, total, last, cosine, threshold, row_start, row_stop, column_start, column_stop, tokens,
     key_lead, key_step, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +114,7 @@ def _likeness(  # type: ignore[no-untyped-def]
     row = start + tl.arange(0, BLOCK)
     place, there = lead * tokens + row, row < row_stop
     keys += lead * key_lead
-    rows = _block(keys, key_step, 0, start, row_stop, D, BLOCK)
+    rows = _block(keys, key_step, start, row_stop, D, BLOCK)
     size = tl.load(inverse + place, mask=there, other=0.0)
     rows = tl.where(size[:, None] > 0, rows, 0.0).to(rows.dtype)
     summed = tl.load(total + place, mask=there, other=0.0)
@@ -122,7 +122,7 @@ def _likeness(  # type: ignore[no-untyped-def]
     value = tl.load(cosine + place, mask=there, other=0.0)
     for first in range(column_start, column_stop, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        columns = _block(keys, key_step, 0, first, column_stop, D, BLOCK)
+        columns = _block(keys, key_step, first, column_stop, D, BLOCK)
         sizes = tl.load(inverse + lead * tokens + column, mask=column < column_stop, other=0.0)
         columns = tl.where(sizes[:, None] > 0, columns, 0.0).to(rows.dtype)
         cosines = tl.dot(rows, tl.trans(columns)) * size[:, None] * sizes[None, :]

@@ -209,7 +209,6 @@ class History(ABC):
             weights = logits.softmax(-1)
             yield first, weights if tame else weights.nan_to_num_(0)  # NaN for a query that sees no key
 
-
     def _looks(self, query: Tensor, keys: Tensor, scale: float) -> tuple[bool, bool]:
         """Whether some keys may have to be hidden, and whether none is and no logit can overflow."""
         # To ask, a GPU is waited for: longer than one query's mask takes.

@@ -102,7 +102,7 @@ class RKV(History):
 
 
 class Likeness:
-    """The mean over l of C(l, i), kept up to date as tokens arrive: T d operations for each, and three T numbers kept."""
+    """The mean over l of C(l, i), kept up to date as tokens arrive: T d operations for each, 3 T numbers kept."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
