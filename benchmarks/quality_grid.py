@@ -6,14 +6,15 @@
 A line of the list is an object: `name` (of the file of answers), `task`, `context`, `budgets` (an object, each
 selector's list), `new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is
 as in the grid of docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of
-the list begins for which the memory planned (`--memory`) has room; answers are written as they come, and the same
-command goes on where it was stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control
+the list begins for which the memory planned (`--memory`) has room.  None gets more than its `gib`: where that is not
+enough it goes on with half the batch.  Answers are written as they come, and the same command goes on where it was
+stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control
 -d`), or processes wait for each other.
 
 Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.  So
 far this has run on a CPU alone; of `eval run` on a GPU, with the selectors that learn, it is known that it takes (bf16,
-weights included) 17 GiB with Qwen2.5-Coder-0.5B at 4,096 tokens and a batch of 50, 25 GiB at 16,384 and 50, 23 GiB at
-28,672 and 25, and 15 GiB with 1.5B at 4,096 and 25.
+weights included) 17 GiB with Qwen2.5-Coder-0.5B at 4,096 tokens and a batch of 50, 23 GiB at 28,672 and 25; with 1.5B 24
+GiB at 4,096 and 50, 16 GiB at 8,192 and 25, and 30 GiB at 28,672 and 17.  Four processes keep an H200 busy.
 """
 
 from __future__ import annotations
@@ -98,13 +99,44 @@ def arguments_of(run: dict[str, Any], folder: Path) -> argparse.Namespace:
     )
 
 
+def answer(
+    run: dict[str, Any], folder: Path, header: dict[str, Any], model: Any, tokenizer: Any, text: Any
+) -> list[dict[str, Any]]:
+    """The lines of a run; where memory is too small it goes on from the last line with half the batch."""
+    import torch
+
+    from pagelocks.eval import quality
+    from pagelocks.eval.runner import Method
+
+    methods = [Method(name, budget) for name, budgets in run["budgets"].items() for budget in budgets]
+    arguments = arguments_of(run, folder)
+    settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
+    while True:
+        try:
+            return quality.run(arguments, header | settings, model, tokenizer, (), text, methods)
+        except torch.OutOfMemoryError:
+            if arguments.batch == 1:
+                raise
+        arguments.batch = (arguments.batch + 1) // 2
+        print(f"{run['name']}: out of memory, on with a batch of {arguments.batch}", flush=True)
+        free()
+
+
+def free() -> None:
+    """Give back what a run held; one that failed leaves cycles, which hold its caches."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, lock: Any, stop: float) -> None:
     """One process: take runs until none is left that could begin."""
     import torch
 
-    from pagelocks.eval import calibration, quality
+    from pagelocks.eval import calibration
     from pagelocks.eval.loading import load_model, load_tokenizer
-    from pagelocks.eval.runner import Method
 
     folder, tokenizer = load_tokenizer(options.model)
     model, about = load_model(folder, options.dtype, options.device)
@@ -121,22 +153,20 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
         if run is None:
             time.sleep(1)
             continue
-        begun, arguments = time.time(), arguments_of(run, options.folder)
-        settings = {name: getattr(arguments, name) for name in ("seed", "new_tokens", "link_steps", "one_length")}
-        header = about | settings | {"calibration": text.about}
+        begun = time.time()
+        if options.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(min(1, run["gib"] * 2**30 / torch.cuda.mem_get_info()[1]))
         try:
-            methods = [Method(name, budget) for name, budgets in run["budgets"].items() for budget in budgets]
-            lines = quality.run(arguments, header, model, tokenizer, (), text, methods)
+            lines = answer(run, options.folder, about | {"calibration": text.about}, model, tokenizer, text)
             print(f"{run['name']}: {len(lines)} answers, {time.time() - begun:.0f} s", flush=True)
         except Exception:  # the others go on
             print(f"{run['name']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             with lock:
                 plan["failed"] = [*plan["failed"], run["name"]]
+        free()
         with lock:
             plan["memory"] -= run["gib"]
-        gc.collect()  # a run that failed leaves cycles, which hold its caches
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+            plan["ended"] = [*plan["ended"], run["name"]]
 
 
 def main() -> int:
@@ -162,7 +192,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     context, stop = multiprocessing.get_context("spawn"), time.time() + options.seconds
     with context.Manager() as manager:
-        plan, lock = manager.dict(taken=[], memory=0.0, failed=[]), manager.Lock()
+        plan, lock = manager.dict(taken=[], memory=0.0, failed=[], ended=[]), manager.Lock()
         workers = [
             context.Process(target=work, args=(options, runs, plan, lock, stop), daemon=True)
             for _ in range(options.workers)
@@ -173,8 +203,10 @@ def main() -> int:
             worker.join(max(0, stop - time.time()) if options.seconds != float("inf") else None)
         broken = sum(worker.exitcode not in (0, None) for worker in workers)
         left = [run["name"] for run in runs if run["name"] not in plan["taken"]]
-        if plan["failed"] or broken or left:
-            print(f"failed: {plan['failed']}; workers that broke: {broken}; not begun: {left}", file=sys.stderr)
+        cut = [name for name in plan["taken"] if name not in plan["ended"]]
+        if plan["failed"] or broken or left or cut:
+            found = f"failed: {plan['failed']}; workers that broke: {broken}; not finished: {cut}; not begun: {left}"
+            print(found, file=sys.stderr)
         return int(bool(plan["failed"] or broken))
 
 

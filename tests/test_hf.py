@@ -357,3 +357,50 @@ def test_a_mask_for_each_head_is_refused(model: Any) -> None:
     attention, heads, keys = model.model.layers[0].self_attn, torch.zeros(1, 6, 1, 32), torch.zeros(1, 2, 100, 32)
     with pytest.raises(ValueError, match="one mask for all heads"):
         hf.attention.locks_attention(attention, heads, keys, keys, torch.ones(1, 6, 1, 100, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("query_heads", "tokens", "steps"), [(6, 50, 50), (2, 71, 13), (6, 300, 129)])
+def test_causal_attention_is_attention_by_a_mask(query_heads: int, tokens: int, steps: int) -> None:
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    torch.manual_seed(tokens)
+    query = torch.randn(2, query_heads, steps, 32, device=device, dtype=dtype)
+    key, value = (torch.randn(2, 2, tokens + 9, 32, device=device, dtype=dtype)[:, :, :tokens] for _ in range(2))
+    mask = torch.ones(steps, tokens, dtype=torch.bool, device=device).tril(tokens - steps)
+    repeated = (x.float().repeat_interleave(query_heads // 2, 1) for x in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, mask, scale=0.3)
+    found = hf.attention.causal_attention(query, key, value, 0.3)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2), **tolerance)
+
+
+def test_masks_are_read_where_they_hide_more_than_the_future(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU leaves the mask out of later parts of whole prompts, where the caller gave their word, and nowhere else."""
+    calls: list[tuple[int, int]] = []
+    real = hf.attention.causal_attention
+    monkeypatch.setattr(hf.attention, "MASKLESS", {"cpu"})
+    monkeypatch.setattr(
+        hf.attention,
+        "causal_attention",
+        lambda q, k, *more: calls.append((q.shape[2], k.shape[2])) or real(q, k, *more),
+    )
+    ids = torch.cat([prompt(150, 1), prompt(150, 2)])
+
+    def prefill(only_grows: bool, padding: int) -> torch.Tensor:
+        hf.attach(model, LocksConfig(budget=64, dense_below=0), only_grows=only_grows)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        cache, logits = None, []
+        with torch.no_grad():
+            for start, stop in ((0, 90), (90, 150)):
+                step = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
+                cache = step.past_key_values
+                logits.append(step.logits)
+        return torch.cat(logits, 1)
+
+    expected = prefill(False, 0)
+    assert not calls
+    torch.testing.assert_close(prefill(True, 0), expected)
+    assert calls == [(60, 150)] * model.config.num_hidden_layers
+    calls.clear()
+    torch.testing.assert_close(prefill(True, 40), prefill(False, 40))
+    assert not calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "quality_grid.py"
 RUN = {"name": "a", "task": "niah_single_1", "context": 512, "budgets": {"locks": [64], "h2o": [64, 128]}}
@@ -46,6 +48,29 @@ def test_names_and_lines(tmp_path: Path) -> None:
     assert "has no run" in drive(tmp_path).stderr and "is 5: give one object a line" in drive(tmp_path, 5).stderr
     assert "as another" in drive(tmp_path, RUN, RUN).stderr
     assert "has no gib" in drive(tmp_path, {name: RUN[name] for name in RUN if name != "gib"}).stderr
+
+
+def test_too_little_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("quality_grid", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    grid = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grid)
+    batches: list[int] = []
+
+    def run(arguments: Any, *more: Any) -> list[dict[str, Any]]:
+        batches.append(arguments.batch)
+        if arguments.batch > least:
+            raise torch.OutOfMemoryError("too much")
+        return [{"batch": arguments.batch}]
+
+    monkeypatch.setattr("pagelocks.eval.quality.run", run)
+    least = 2
+    assert grid.answer(RUN | {"batch": 7}, tmp_path, {}, None, None, None) == [{"batch": 2}] and batches == [7, 4, 2]
+    least = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        grid.answer(RUN, tmp_path, {}, None, None, None)
+    assert batches[3:] == [2, 1]
 
 
 @pytest.mark.model

@@ -78,7 +78,8 @@ class Session:
     selector : the factory;  group_rule : the rule's name
     on_step : called with each `SparseStep`, after its pages are chosen and before they are attended
     attend_all : choose pages and tell `on_step`, but attend everything
-    only_grows : the caller's word that each cache is only ever appended to; keys are then not compared step by step
+    only_grows : the caller's word that each cache is only ever appended to, and that masks hide padding and the future
+        and nothing else; keys are then not compared step by step, nor masks looked at beyond their last row
     """
 
     config: LocksConfig
