@@ -8,13 +8,13 @@ selector's list), `new_tokens`, `batch` and `gib`, the memory that it takes; `re
 as in the grid of docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of
 the list begins for which the memory planned (`--memory`) has room.  None gets more than its `gib`: where that is not
 enough it goes on with half the batch.  Answers are written as they come, and the same command goes on where it was
-stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control
--d`), or processes wait for each other.
+stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait for
+each other.
 
 Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.  So
 far this has run on a CPU alone; of `eval run` on a GPU, with the selectors that learn, it is known that it takes (bf16,
-weights included) 17 GiB with Qwen2.5-Coder-0.5B at 4,096 tokens and a batch of 50, 23 GiB at 28,672 and 25; with 1.5B 24
-GiB at 4,096 and 50, 16 GiB at 8,192 and 25, and 30 GiB at 28,672 and 17.  Four processes keep an H200 busy.
+weights included) 17 GiB with Qwen2.5-Coder-0.5B at 4,096 tokens and a batch of 50 and 23 GiB at 28,672 and 25; with
+1.5B 24 GiB at 4,096 and 50, 16 GiB at 8,192 and 25, 30 GiB at 28,672 and 17.  Four processes keep an H200 busy.
 """
 
 from __future__ import annotations

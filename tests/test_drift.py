@@ -129,6 +129,9 @@ def test_dense_attention_judges_what_was_answered(model: Any, monkeypatch: pytes
     assert "kl" not in cell and cell["nll"] == cell["nll_dense"] and len(cell["parts"]) == 8
     assert cell["parts"][0]["nll"] == pytest.approx(sum(found.nll[:7]) / 7, rel=1e-4)
     assert drift_table([cell]).row_count == 1
+    half = Drift(found.dense * 4, {}, {}, [100.0] * len(long.nll))  # its method has not answered yet
+    (cells,) = summarize([long, half], [method], 1, 64)
+    assert cells["free_n"] == 1 and cells["nll_dense"] == cell["nll_dense"]
 
 
 def test_a_draw_is_a_draw_from_the_softmax_and_the_same_for_equal_logits() -> None:

@@ -37,7 +37,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def hold(self, keys: Tensor | None, values: Tensor | None) -> None:
-        """Hold these and nothing else, of a layer that was in use."""
+        """Hold these, (rows, kv_heads, tokens, head_dim), and nothing else; None lets go of a layer that was in use."""
         self.keys, self.values, self._rooms = keys, values, None
 
 
@@ -65,7 +65,7 @@ def make_cache(model: Any) -> Any:
 def join(caches: Sequence[Any]) -> Any:
     """The first of several caches, now with the rows of all; the others are emptied, layer by layer.
 
-    Of roomy layers alone, where there are several.
+    Caches of `make_cache` that hold equally many tokens, and have roomy layers alone where they are several.
     """
     if len(caches) > 1:
         for layer, *others in zip(*(cache.layers for cache in caches), strict=True):

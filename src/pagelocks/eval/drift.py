@@ -186,6 +186,8 @@ def measure(
 ) -> Drift:
     """Dense attention's conversation, and every method's beside it; the model has dense attention afterwards.
 
+    Dense attention reads every conversation again at its end, all its own and each method's, for `Free.nll`.
+
     Parameters
     ----------
     model : a causal Transformers model
@@ -299,12 +301,11 @@ def _judge(model: Any, script: Script, said: Sequence[int]) -> list[float]:
     ids, asked = torch.cat(pieces, 1), torch.cat(answered)
     stream, nll = _Stream(model, Method("dense")), list[Tensor]()
     hf.use(model, stream.session)
-    parts = math.ceil(ids.shape[1] / JUDGED)
-    for part, after in zip(ids.tensor_split(parts, 1), [*ids.tensor_split(parts, 1)[1:], ids[:, :0]], strict=True):
-        logits = model(part, past_key_values=stream.cache, use_cache=True).logits[0]
-        follow = torch.cat([part[0, 1:], after[0, :1]])
-        likely = logits[: len(follow)].float().log_softmax(-1)
-        nll.append(-likely.gather(-1, follow.unsqueeze(-1)).squeeze(-1).double().cpu())
+    before, follow = ids[:, :-1], ids[0, 1:]
+    parts = math.ceil(len(follow) / JUDGED)
+    for part, next_ids in zip(before.tensor_split(parts, 1), follow.tensor_split(parts), strict=True):
+        likely = model(part, past_key_values=stream.cache, use_cache=True).logits[0].float().log_softmax(-1)
+        nll.append(-likely.gather(-1, next_ids.unsqueeze(-1)).squeeze(-1).double().cpu())
     found: list[float] = torch.cat(nll)[asked[1:]].tolist()
     return found[1:]
 

@@ -139,7 +139,8 @@ def summarize(runs: Sequence[Drift], methods: Sequence[Method], turns: int, toke
     """One object a method, over prompts: `parts` along the answers, means, slopes for 1,000 tokens, free answers.
 
     The last run may be one that goes on: `answered` says how many of the `tokens` each prompt has, parts that it has
-    not reached are of the others, or not there, and free answers are those of the `free_n` prompts that have one.
+    not reached are of the others, or not there, and free answers, `nll` and `nll_dense` are those of the `free_n`
+    prompts that have one.
     """
     width = tokens // (BINS if turns == 1 else turns)
     cells = []

@@ -159,6 +159,8 @@ def run(
     if methods is None:
         methods = [Method(s, b, r) for s in arguments.selector for b in arguments.budget for r in arguments.rule]
     methods, held = list(dict.fromkeys(methods)), {key_of(line) for line in done}
+    if not methods:
+        raise reject("methods", [], "one or more", "Name a selector and a budget.")
     names = {method.selector for method in methods}
     counts = dict.fromkeys(arguments.task, arguments.records) | {each.name: len(each.examples) for each in data}
     work = [(task, context) for context in arguments.context for task in counts]
