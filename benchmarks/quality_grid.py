@@ -54,12 +54,12 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
         if missing := [name for name in NEEDED if name not in run]:
             raise ValueError(f"{where} has no {', '.join(missing)}: a run needs {', '.join(NEEDED)}")
         for name in ("name", "task"):
-            if not isinstance(run[name], str) or Path(run[name]).name != run[name]:
+            if not isinstance(run[name], str) or not run[name] or Path(run[name]).name != run[name]:
                 raise ValueError(f"{where} has {name}={run[name]!r}: give a name")
         for name in NUMBERS:
-            number = run.get(name, 1)
-            if type(number) not in (int, float) or number <= 0 or (name != "gib" and type(number) is not int):
-                raise ValueError(f"{where} has {name}={number!r}: give a number above 0")
+            value = run.get(name, 1)
+            if type(value) not in ((int, float) if name == "gib" else (int,)) or not value > 0:  # nor NaN
+                raise ValueError(f"{where} has {name}={value!r}: give a number above 0")
         if run["task"] not in ruler.TASKS:
             raise ValueError(f"{where} has task={run['task']!r}: give one of {', '.join(ruler.TASKS)}")
         budgets = run["budgets"]
