@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,22 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "quality_grid.py"
+spec = importlib.util.spec_from_file_location("quality_grid", SCRIPT)
+assert spec is not None and spec.loader is not None
+grid = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(grid)
 RUN = {"name": "a", "task": "niah_single_1", "context": 512, "budgets": {"locks": [64], "h2o": [64, 128]}}
 RUN |= {"new_tokens": 4, "batch": 2, "gib": 2, "records": 2}
 
 
+def write(folder: Path, *runs: Any) -> Path:
+    path = folder / "runs.jsonl"
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    return path
+
+
 def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedProcess[str]:
-    folder.joinpath("runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
-    command = [sys.executable, str(SCRIPT), str(folder / "runs.jsonl"), "--model", "SmolLM2-135M-Instruct"]
+    command = [sys.executable, str(SCRIPT), str(write(folder, *runs)), "--model", "SmolLM2-135M-Instruct"]
     command += ["--folder", str(folder / "answers"), "--memory", str(memory), "--device", "cpu", "--workers", "1"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -27,7 +37,6 @@ def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gib": 5}, "a would take more than --memory 4"),
         ({"task": "niah"}, "task='niah': give one of niah_single_1"),
         ({"budgets": {"locks": [64], "loky": [64]}}, "selector 'loky'"),
         ({"budgets": {"locks": [64, 512]}}, "budget 512: give less than context=512"),
@@ -43,23 +52,31 @@ def drive(folder: Path, *runs: Any, memory: float = 4) -> subprocess.CompletedPr
         ({"name": "../a"}, "name='../a': give a name"),
     ],
 )
-def test_a_list_is_refused_before_anything_is_loaded(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    done = drive(tmp_path, RUN | changes)
-    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "answers").exists()
+def test_a_list_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grid.read_runs(write(tmp_path, RUN | changes))
 
 
 def test_names_and_lines(tmp_path: Path) -> None:
-    assert "has no run" in drive(tmp_path).stderr and "is 5: give one object a line" in drive(tmp_path, 5).stderr
-    assert "as another" in drive(tmp_path, RUN, RUN).stderr
-    assert "has no gib" in drive(tmp_path, {name: RUN[name] for name in RUN if name != "gib"}).stderr
+    without = {name: RUN[name] for name in RUN if name != "gib"}
+    for runs, message in (((), "has no run"), ((5,), "is 5: give one object a line"), ((RUN, RUN), "as another")):
+        with pytest.raises(ValueError, match=message):
+            grid.read_runs(write(tmp_path, *runs))
+    with pytest.raises(ValueError, match="has no gib"):
+        grid.read_runs(write(tmp_path, without))
+    path = write(tmp_path, RUN)
+    path.write_text("\n" + path.read_text() + "\n")
+    assert grid.read_runs(path) == [RUN]
+
+
+def test_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for run, message in ((RUN | {"gib": 5}, "a would take more than --memory 4"), (RUN | {"gib": -1}, "gib=-1")):
+        done = drive(tmp_path, run)
+        assert done.returncode == 2 and message in done.stderr and not (tmp_path / "answers").exists()
 
 
 def test_too_little_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("quality_grid", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    grid = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(grid)
     batches: list[int] = []
 
     def run(arguments: Any, *more: Any) -> list[dict[str, Any]]:
