@@ -34,11 +34,10 @@ def select_pages(share: Tensor, lengths: Tensor, config: LocksConfig) -> Tensor:
     share = torch.nn.functional.pad(share, (0, columns - share.shape[-1]))
     pages = torch.arange(columns, device=share.device).expand_as(share)
     always = (pages < config.sink_pages) | (pages >= held - config.recent_pages)
-    # 0: always kept, 1: in the sequence, 2: past its end.
-    rank = torch.where(pages >= held, 2, torch.where(always, 0, 1))
-    # Two stable sorts, the lesser key first: by share, then by rank; equal shares keep their order, lower page first.
-    order = share.sort(dim=-1, descending=True, stable=True).indices
-    order = order.gather(-1, rank.gather(-1, order).sort(dim=-1, stable=True).indices)
-    chosen = order[..., : config.budget_pages]
+    largest = torch.finfo(share.dtype).max
+    key = torch.where(always, torch.inf, share.nan_to_num(largest, largest))
+    key = torch.where(pages >= held, -torch.inf, key)
+    # A stable sort: equal shares keep their order, lower page first.
+    chosen = key.sort(dim=-1, descending=True, stable=True).indices[..., : config.budget_pages]
     chosen = torch.where(chosen < held, chosen, columns).sort(-1).values
     return torch.where(chosen < columns, chosen, -1).to(torch.int32)

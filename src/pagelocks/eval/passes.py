@@ -163,7 +163,7 @@ def columns(
     number = len(matrix) * group
     normalisers = keys.new_empty(number, steps, dtype=torch.float32)
     sums, most = (keys.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    last, gap = (each.clone() for each in gaps) if gaps is not None else (sums, most)
+    last, gap = (sums, most) if gaps is None else (each.clone(memory_format=torch.contiguous_format) for each in gaps)
     strides = queries.stride(0), queries.stride(1), queries.stride(2), matrix.stride(0), matrix.stride(1)
     _normalisers[triton.cdiv(steps, BLOCK), number](
         queries, matrix, normalisers, scale, steps, tokens, *strides, G=group, D=head_dim, BLOCK=BLOCK

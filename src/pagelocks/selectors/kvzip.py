@@ -31,12 +31,12 @@ class KVzip(History):
         The repetition will come: nothing is learnt from the prompt's own queries, and to select before it is an error.
     """
 
+    _importance: Tensor | None = None  # (..., 1, T)
+    _context: int | None = None  # tokens that were repeated
+
     def __init__(self, config: LocksConfig | None = None, *, permanent: bool = True, repeated: bool = False) -> None:
         super().__init__(config, permanent=permanent)
         self._repeated = repeated
-
-    _importance: Tensor | None = None  # (..., 1, T)
-    _context: int | None = None  # tokens that were repeated
 
     def reconstruct(self, query: Tensor, keys: Tensor, scale: float) -> None:
         """Learn from the context's repetition, before the first sparse step; in several parts, if need be.
