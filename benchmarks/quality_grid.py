@@ -6,10 +6,10 @@
 A line of the list is an object: `name` (of the file of answers), `task`, `context`, `budgets` (an object, each
 selector's list), `new_tokens`, `batch` and `gib`, the memory that it takes; `records` is 50 unless given.  All else is
 as in the grid of docs/quality.md: seed 42, prompts of one length, links of the first eight records.  The first run of
-the list begins for which the memory planned (`--memory`) has room.  None gets more than its `gib`: where that is not
-enough it goes on with half the batch.  Answers are written as they come, and the same command goes on where it was
-stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or processes wait for
-each other.
+the list begins for which the memory planned (`--memory`) has room.  On a GPU a run's PyTorch gets no more than its
+`gib`: where that is not enough it goes on with half the batch.  Answers are written as they come, and the same command
+goes on where it was stopped, by `--seconds` or otherwise.  Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`), or
+processes wait for each other.
 
 Answer one short record there first, and look: on a machine that is lent by the hour a mistake may cost all of it.  So
 far this has run on a CPU alone; of `eval run` on a GPU, with the selectors that learn, it is known that it takes (bf16,
@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -68,12 +69,13 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f'{where} has budgets={budgets!r}: give an object as {{"locks": [64, 128]}}')
         if unknown := [name for name in budgets if name not in KNOWN]:
             raise ValueError(f"{where} has selector {unknown[0]!r}: give of {', '.join(sorted(KNOWN))}")
-        for budget in (budget for each in lists for budget in each):
+        every = [budget for each in lists for budget in each]
+        for budget in every:
             try:
                 LocksConfig(budget=budget)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-        if (largest := max(map(max, lists))) >= run["context"]:
+        if (largest := max(every)) >= run["context"]:
             raise ValueError(f"{where} has budget {largest}: give less than context={run['context']}")
         if run["name"] in [other["name"] for other in runs]:
             raise ValueError(f"{where} has name={run['name']!r}, as another: runs would share a file")
@@ -103,8 +105,6 @@ def answer(
     run: dict[str, Any], folder: Path, header: dict[str, Any], model: Any, tokenizer: Any, text: Any
 ) -> list[dict[str, Any]]:
     """The lines of a run; where memory is too small it goes on from the last line with half the batch."""
-    import torch
-
     from pagelocks.eval import quality
     from pagelocks.eval.runner import Method
 
@@ -114,8 +114,8 @@ def answer(
     while True:
         try:
             return quality.run(arguments, header | settings, model, tokenizer, (), text, methods)
-        except torch.OutOfMemoryError:
-            if arguments.batch == 1:
+        except RuntimeError as error:  # libraries that PyTorch calls say it in words of their own
+            if arguments.batch == 1 or not ("out of memory" in str(error) or "ALLOC_FAILED" in str(error)):
                 raise
         arguments.batch = (arguments.batch + 1) // 2
         print(f"{run['name']}: out of memory, on with a batch of {arguments.batch}", flush=True)
@@ -144,10 +144,11 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
     while time.time() < stop:
         with lock:
             waiting = [run for run in runs if run["name"] not in plan["taken"]]
-            run = next((run for run in waiting if run["gib"] + plan["memory"] <= options.memory), None)
+            room = options.memory - sum(plan["held"].values())
+            run = next((run for run in waiting if run["gib"] <= room), None)
             if run is not None:
                 plan["taken"] = [*plan["taken"], run["name"]]
-                plan["memory"] += run["gib"]
+                plan["held"] = plan["held"] | {os.getpid(): run["gib"]}
         if run is None and not waiting:
             return
         if run is None:
@@ -165,7 +166,7 @@ def work(options: argparse.Namespace, runs: list[dict[str, Any]], plan: Any, loc
                 plan["failed"] = [*plan["failed"], run["name"]]
         free()
         with lock:
-            plan["memory"] -= run["gib"]
+            plan["held"] = {process: gib for process, gib in plan["held"].items() if process != os.getpid()}
             plan["ended"] = [*plan["ended"], run["name"]]
 
 
@@ -192,15 +193,18 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     context, stop = multiprocessing.get_context("spawn"), time.time() + options.seconds
     with context.Manager() as manager:
-        plan, lock = manager.dict(taken=[], memory=0.0, failed=[], ended=[]), manager.Lock()
+        plan, lock = manager.dict(taken=[], held={}, failed=[], ended=[]), manager.Lock()
         workers = [
             context.Process(target=work, args=(options, runs, plan, lock, stop), daemon=True)
             for _ in range(options.workers)
         ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join(max(0, stop - time.time()) if options.seconds != float("inf") else None)
+        while any(worker.is_alive() for worker in workers) and time.time() < stop:
+            with lock:  # one that died holds nothing any more
+                alive = [worker.pid for worker in workers if worker.is_alive()]
+                plan["held"] = {process: gib for process, gib in plan["held"].items() if process in alive}
+            time.sleep(1)
         broken = sum(worker.exitcode not in (0, None) for worker in workers)
         left = [run["name"] for run in runs if run["name"] not in plan["taken"]]
         cut = [name for name in plan["taken"] if name not in plan["ended"]]

@@ -349,7 +349,7 @@ def test_a_mask_is_asked_once_a_pass(model: Any, monkeypatch: pytest.MonkeyPatch
     for first in (0, 40, 7):
         mask[0, ..., :first], mask[0, ..., first:] = False, True
         for layer in range(layers):
-            assert attention._spans(session, layer, mask, 2, 150, 1) == [(first, 150), (0, 150)]
+            assert attention._look(session, layer, mask, 2, 150, 1) == ([(first, 150), (0, 150)], False)
 
 
 def test_a_mask_for_each_head_is_refused(model: Any) -> None:
@@ -374,33 +374,35 @@ def test_causal_attention_is_attention_by_a_mask(query_heads: int, tokens: int, 
 
 
 def test_masks_are_read_where_they_hide_more_than_the_future(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU leaves the mask out of later parts of whole prompts, where the caller gave their word, and nowhere else."""
+    """A GPU leaves the mask out of later parts of whole prompts, and of nothing else."""
     calls: list[tuple[int, int]] = []
     real = hf.attention.causal_attention
-    monkeypatch.setattr(hf.attention, "MASKLESS", {"cpu"})
     monkeypatch.setattr(
         hf.attention,
         "causal_attention",
         lambda q, k, *more: calls.append((q.shape[2], k.shape[2])) or real(q, k, *more),
     )
+    hf.attach(model, LocksConfig(budget=64, dense_below=0))
     ids = torch.cat([prompt(150, 1), prompt(150, 2)])
 
-    def prefill(only_grows: bool, padding: int) -> torch.Tensor:
-        hf.attach(model, LocksConfig(budget=64, dense_below=0), only_grows=only_grows)
+    def prefill(device: str, padding: int, hidden: int | None = None) -> torch.Tensor:
+        monkeypatch.setattr(hf.attention, "MASKLESS", {device})
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
-        cache, logits = None, []
         with torch.no_grad():
-            for start, stop in ((0, 90), (90, 150)):
-                step = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
-                cache = step.past_key_values
-                logits.append(step.logits)
-        return torch.cat(logits, 1)
+            first = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=True)
+            if hidden is not None:  # by a mask of one's own, in a middle row
+                mask = torch.ones(2, 1, 60, 150, dtype=torch.bool).tril(90)
+                mask[1, 0, 7, hidden] = False
+            last = model(ids[:, 90:], attention_mask=mask, past_key_values=first.past_key_values, use_cache=True)
+        return torch.cat([first.logits, last.logits], 1)
 
-    expected = prefill(False, 0)
+    expected = prefill("none", 0)
     assert not calls
-    torch.testing.assert_close(prefill(True, 0), expected)
+    torch.testing.assert_close(prefill("cpu", 0), expected)
     assert calls == [(60, 150)] * model.config.num_hidden_layers
     calls.clear()
-    torch.testing.assert_close(prefill(True, 40), prefill(False, 40))
-    assert not calls
+    torch.testing.assert_close(prefill("cpu", 40), prefill("none", 40))
+    own = prefill("none", 0, 5)
+    torch.testing.assert_close(prefill("cpu", 0, 5), own)
+    assert not calls and not torch.allclose(own, expected)

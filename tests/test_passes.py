@@ -60,21 +60,21 @@ def learn(member: History, query: Tensor, keys: Tensor, parts: list[int], repeat
     return member
 
 
-CASES = [(1, 64, [70, 100, 33]), (3, 32, [130, 1, 1])]
+CASES = [(1, 64, [70, 100, 33], 0.4), (3, 32, [130, 1, 1], -0.2)]
 if GPU:
-    CASES += [(7, 64, [64, 200, 65, 1, 1]), (6, 128, [700, 801]), (2, 128, [1300])]
+    CASES += [(7, 64, [64, 200, 65, 1, 1], 0.4), (6, 128, [700, 801], 0.4), (2, 128, [1300], -0.9)]
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("group", "head_dim", "parts"), CASES)
-def test_what_is_learnt(passes: Any, group: int, head_dim: int, parts: list[int]) -> None:
+@pytest.mark.parametrize(("group", "head_dim", "parts", "like"), CASES)
+def test_what_is_learnt(passes: Any, group: int, head_dim: int, parts: list[int], like: float) -> None:
     repeated = head_dim + 6  # fewer queries than channels are PyTorch's
     query, keys = step_of(sum(parts), group, head_dim, sum(parts) + repeated)
     seen = query[..., : sum(parts), :], keys[..., : sum(parts), :]
     found = []
     for each in (None, passes):
         history.passes = each
-        makers = (H2O, lambda: LazyEviction(threshold=0.02), lambda: RKV(threshold=0.4))
+        makers = (H2O, lambda: LazyEviction(threshold=0.02), lambda: RKV(threshold=like))
         members = [learn(make(), *seen, parts) for make in makers]
         found.append((*members, learn(KVzip(repeated=True), query, keys, parts, repeated)))
     (h2o, lazy, rkv, kvzip), (h2o2, lazy2, rkv2, kvzip2) = found

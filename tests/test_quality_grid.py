@@ -82,16 +82,20 @@ def test_too_little_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch, tmp
     def run(arguments: Any, *more: Any) -> list[dict[str, Any]]:
         batches.append(arguments.batch)
         if arguments.batch > least:
-            raise torch.OutOfMemoryError("too much")
+            raise torch.OutOfMemoryError("CUDA out of memory") if arguments.batch > 4 else RuntimeError(words)
         return [{"batch": arguments.batch}]
 
     monkeypatch.setattr("pagelocks.eval.quality.run", run)
-    least = 2
+    least, words = 2, "CUBLAS_STATUS_ALLOC_FAILED"
     assert grid.answer(RUN | {"batch": 7}, tmp_path, {}, None, None, None) == [{"batch": 2}] and batches == [7, 4, 2]
     least = 0
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         grid.answer(RUN, tmp_path, {}, None, None, None)
     assert batches[3:] == [2, 1]
+    words = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        grid.answer(RUN, tmp_path, {}, None, None, None)
+    assert batches[5:] == [2]
 
 
 @pytest.mark.model

@@ -7,6 +7,8 @@ stored.  `History` computes the same in PyTorch, which is the reference.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -16,12 +18,14 @@ from ..selectors import history
 
 BLOCK = 64
 """Queries by keys of a block; at head sizes up to 128 both and their product fit in registers."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = (torch.bfloat16, torch.float16)
 """Products of these are exact in fp32."""
 
 
 @triton.jit
 def _later(one, other):  # type: ignore[no-untyped-def]
+    """So that a scan gives the latest so far."""
     return tl.maximum(one, other)
 
 
@@ -123,12 +127,13 @@ def _likeness(  # type: ignore[no-untyped-def]
     for first in range(column_start, column_stop, BLOCK):
         column = first + tl.arange(0, BLOCK)
         columns = _block(keys, key_step, first, column_stop, D, BLOCK)
-        sizes = tl.load(inverse + lead * tokens + column, mask=column < column_stop, other=0.0)
+        known = column < column_stop
+        sizes = tl.load(inverse + lead * tokens + column, mask=known, other=0.0)
         columns = tl.where(sizes[:, None] > 0, columns, 0.0).to(rows.dtype)
         cosines = tl.dot(rows, tl.trans(columns)) * size[:, None] * sizes[None, :]
         cosines = tl.where(row[:, None] == column[None, :], 0.0, cosines)
         summed += tl.sum(cosines, 1)
-        like = tl.where(cosines > threshold, column[None, :] + 1, 0)
+        like = tl.where((cosines > threshold) & known[None, :], column[None, :] + 1, 0)
         newest = tl.max(like, 1)
         found = tl.sum(tl.where((like > 0) & (like == newest[:, None]), cosines, 0.0), 1)
         value = tl.where(newest > 0, found, value)
@@ -138,58 +143,70 @@ def _likeness(  # type: ignore[no-untyped-def]
     tl.store(cosine + place, value, mask=there)
 
 
-def _usable(*tensors: Tensor) -> bool:
-    return all(
-        each.dtype in TYPES and each.shape[-1] in (32, 64, 128) and each.stride(-1) == 1 and each.ndim in (4, 5)
-        for each in tensors
+def _usable(query: Tensor, keys: Tensor) -> bool:
+    """Of `query` (..., n, d), or the keys themselves, and keys (..., T, d); offsets within a matrix are 32 bits."""
+    return (
+        keys.ndim > 2
+        and keys.dtype == query.dtype in TYPES
+        and keys.shape[-1] in (32, 64, 128)
+        and all(each.is_cuda or INTERPRETED for each in (query, keys))
+        and all(each.stride(-1) == 1 and each.shape[-2] * each.stride(-2) < 2**31 for each in (query, keys))
     )
 
 
-def _by_lead(tensor: Tensor, inner: int) -> Tensor:
-    """(lead, ...) with `inner` dimensions after it: a view, or a copy where rows and heads have no common stride."""
-    return tensor.flatten(0, -1 - inner)
+def columns(query: Tensor, keys: Tensor, scale: float, gaps: history.Gaps | None) -> history.Columns | None:
+    """What each key gets of the attention of the last n tokens.
 
+    Parameters
+    ----------
+    query : (..., G, n, d);  keys : (..., T, d), one lead dimension or more
+    scale : float
+    gaps : with fp32 (..., G, T), to be continued
 
-def columns(
-    query: Tensor, keys: Tensor, scale: float, threshold: float, gaps: tuple[Tensor, Tensor] | None
-) -> history.Columns | None:
-    """What each key gets of the attention of the last n tokens; see `history.Passes`."""
+    Returns
+    -------
+    Columns; None for other types than 16 bits, other head sizes than 32, 64 and 128, and other devices.
+    """
     if not _usable(query, keys):
         return None
     group, steps, head_dim = query.shape[-3:]
     tokens = keys.shape[-2]
-    queries, matrix = _by_lead(query, 3), _by_lead(keys, 2)
-    shape = (*query.shape[:-2], tokens)
+    queries, matrix = query.flatten(0, -4), keys.flatten(0, -3)
     number = len(matrix) * group
     normalisers = keys.new_empty(number, steps, dtype=torch.float32)
-    sums, most = (keys.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    last, gap = (sums, most) if gaps is None else (each.clone(memory_format=torch.contiguous_format) for each in gaps)
+    sums, most = (keys.new_empty((*query.shape[:-2], tokens), dtype=torch.float32) for _ in range(2))
+    threshold, last, longest = gaps or (1.0, None, None)
+    last, longest = (None if each is None else each.contiguous().clone() for each in (last, longest))
     strides = queries.stride(0), queries.stride(1), queries.stride(2), matrix.stride(0), matrix.stride(1)
-    _normalisers[triton.cdiv(steps, BLOCK), number](
-        queries, matrix, normalisers, scale, steps, tokens, *strides, G=group, D=head_dim, BLOCK=BLOCK
-    )
-    _columns[triton.cdiv(tokens, BLOCK), number](
-        queries, matrix, normalisers, sums, most, last, gap, scale, threshold, steps, tokens, *strides,
-        GAPS=gaps is not None, G=group, D=head_dim, BLOCK=BLOCK,
-    )  # fmt: skip
-    return history.Columns(sums, most, last, gap)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _normalisers[triton.cdiv(steps, BLOCK), number](
+            queries, matrix, normalisers, scale, steps, tokens, *strides, G=group, D=head_dim, BLOCK=BLOCK
+        )
+        _columns[triton.cdiv(tokens, BLOCK), number](
+            queries, matrix, normalisers, sums, most, last, longest, scale, threshold, steps, tokens, *strides,
+            GAPS=gaps is not None, G=group, D=head_dim, BLOCK=BLOCK,
+        )  # fmt: skip
+    if gaps is None or last is None or longest is None:
+        return history.Columns(sums, most, None)
+    return history.Columns(sums, most, history.Gaps(gaps.threshold, last, longest))
 
 
 def likeness(
     keys: Tensor, inverse: Tensor, threshold: float, known: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Each key's cosines with all others; see `history.Passes`."""
-    if not _usable(keys):
+    """Each key's cosines with all others; as `history.Passes` says, None where `columns` answers None."""
+    if not _usable(keys, keys):
         return None
     tokens, start = keys.shape[-2], known[0].shape[-1]
     total, last, cosine = (torch.nn.functional.pad(each, (0, tokens - start)) for each in known)
-    matrix, inverse = _by_lead(keys, 2), inverse.contiguous()
+    matrix, inverse = keys.flatten(0, -3), inverse.contiguous()
     for rows, some in (((0, start), (start, tokens)), ((start, tokens), (0, tokens))):
         if rows[1] > rows[0] and some[1] > some[0]:
-            _likeness[triton.cdiv(rows[1] - rows[0], BLOCK), len(matrix)](
-                matrix, inverse, total, last, cosine, threshold, *rows, *some, tokens,
-                matrix.stride(0), matrix.stride(1), D=keys.shape[-1], BLOCK=BLOCK,
-            )  # fmt: skip
+            with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+                _likeness[triton.cdiv(rows[1] - rows[0], BLOCK), len(matrix)](
+                    matrix, inverse, total, last, cosine, threshold, *rows, *some, tokens,
+                    matrix.stride(0), matrix.stride(1), D=keys.shape[-1], BLOCK=BLOCK,
+                )  # fmt: skip
     return total, last, cosine
 
 

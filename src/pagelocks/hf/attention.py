@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import reject
-from .session import Session, session_of
+from .session import SeenMask, Session, session_of
 
 _ONE_AT_A_TIME = threading.Lock()
 """Threads that generate with one model share its session, whose rows' keys are compared with the step's in any case."""
@@ -75,11 +75,12 @@ def locks_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))  # (batch, kv_heads, G, n, head_dim)
     with _ONE_AT_A_TIME:
-        attended = _attend(session, layer, grouped, key, value, attention_mask, scale)
+        spans, causal = _look(session, layer, attention_mask, query.shape[0], key.shape[2], query.shape[2])
+        attended = _attend(session, layer, grouped, key, value, spans, scale)
     whole = tuple(range(query.shape[0]))
     if len(attended) == 1 and attended[0][0] == whole:
         return attended[0][1].unsqueeze(1), None
-    if query.device.type in MASKLESS and _is_causal(session, attention_mask, query, key):
+    if causal:
         dense = causal_attention(query, key, value, scale)
     else:
         dense = _dense(module, query, key, value, attention_mask, scaling, kwargs)
@@ -89,11 +90,16 @@ def locks_attention(
 
 
 def _attend(
-    session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    session: Session,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: list[tuple[int, int]],
+    scale: float,
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     """Rows that were sparse, with their (rows, heads, head_dim); query is (batch, kv_heads, G, n, head_dim)."""
     steps = query.shape[3]
-    spans = _spans(session, layer, mask, query.shape[0], key.shape[2], steps)
     if spans[0][1] - spans[0][0] <= steps:
         session.begin(layer)
     whole = tuple(range(len(spans)))
@@ -111,13 +117,6 @@ def _attend(
         else:  # tokens ahead of the rows' first are padding
             session.observe(layer, queries[..., max(0, steps - (last - first)) :, :], keys, scale)
     return attended
-
-
-def _is_causal(session: Session, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask hides the future and nothing else; it was looked at just before."""
-    if mask is None or query.shape[2] == 1 or not session.only_grows or session.mask_seen is None:
-        return False
-    return set(session.mask_seen[3]) == {(0, key.shape[2])}
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -153,17 +152,24 @@ def _dense(
     return output
 
 
-def _spans(
+def _look(
     session: Session, layer: int, mask: Tensor | None, rows: int, length: int, steps: int
-) -> list[tuple[int, int]]:
-    """As `_tokens`.  A mask's numbers are waited for, so it is asked once for all layers that a pass shows it to."""
-    seen = session.mask_seen
-    if seen is not None and seen[0] is mask and layer > seen[1] and seen[2] == (rows, length, steps):
-        spans = seen[3]
+) -> tuple[list[tuple[int, int]], bool]:
+    """`SeenMask.spans` and `causal`.  A mask's numbers are waited for, so it is asked once for all layers of a pass."""
+    seen, sizes = session.mask_seen, (rows, length, steps)
+    if seen is None or seen.mask is not mask or layer <= seen.layer or seen.sizes != sizes:
+        spans, causal = _tokens(mask, rows, length, steps), _is_causal(mask, length, steps)
     else:
-        spans = _tokens(mask, rows, length, steps)
-    session.mask_seen = None if mask is None else (mask, layer, (rows, length, steps), spans)
-    return spans
+        spans, causal = seen.spans, seen.causal
+    session.mask_seen = None if mask is None else SeenMask(mask, layer, sizes, spans, causal)
+    return spans, causal
+
+
+def _is_causal(mask: Tensor | None, length: int, steps: int) -> bool:
+    if mask is None or steps == 1 or mask.device.type not in MASKLESS:
+        return False
+    past = torch.ones(steps, length, dtype=torch.bool, device=mask.device).tril(length - steps)
+    return bool((mask == past).all())
 
 
 def _tokens(mask: Tensor | None, rows: int, length: int, steps: int) -> list[tuple[int, int]]:

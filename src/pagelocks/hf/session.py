@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,24 @@ class SparseStep:
     scale: float
 
 
+class SeenMask(NamedTuple):
+    """The mask of the layer before.
+
+    Attributes
+    ----------
+    mask, layer : bool (rows, 1, n, tokens), and that layer
+    sizes : rows, tokens and n
+    spans : each row's own tokens, (first, one after the last)
+    causal : whether the mask hides the future and nothing else; False, unasked, where that makes no difference
+    """
+
+    mask: Tensor
+    layer: int
+    sizes: tuple[int, int, int]
+    spans: list[tuple[int, int]]
+    causal: bool
+
+
 class _Layer:
     """One layer's selector and rows."""
 
@@ -78,8 +96,7 @@ class Session:
     selector : the factory;  group_rule : the rule's name
     on_step : called with each `SparseStep`, after its pages are chosen and before they are attended
     attend_all : choose pages and tell `on_step`, but attend everything
-    only_grows : the caller's word that each cache is only ever appended to, and that masks hide padding and the future
-        and nothing else; keys are then not compared step by step, nor masks looked at beyond their last row
+    only_grows : the caller's word that each cache is only ever appended to; keys are then not compared step by step
     """
 
     config: LocksConfig
@@ -95,8 +112,7 @@ class Session:
         self._counts: dict[int, LayerStatistics] = {}
         # Layer -> pages read, a number on the device, and pages there were: of steps that are not in `_counts` yet.
         self._unsettled: dict[int, tuple[Tensor, int]] = {}
-        # The mask of the layer before, that layer, (rows, tokens, steps), and each row's own tokens.
-        self.mask_seen: tuple[Tensor, int, tuple[int, int, int], list[tuple[int, int]]] | None = None
+        self.mask_seen: SeenMask | None = None
 
     def statistics(self) -> LayerStatistics:
         """All layers together."""

@@ -22,11 +22,11 @@ class H2O(Watching):
     def _prepare(self, query: Tensor, tokens: int) -> None:
         self._sum = grow(self._sum, query, tokens)
 
-    def _see(self, first: int, weights: Tensor) -> None:
+    def _add_weights(self, first: int, weights: Tensor) -> None:
         assert self._sum is not None
         self._sum[..., : weights.shape[-1]] += weights.sum(-2)
 
-    def _take(self, columns: Columns) -> None:
+    def _add_columns(self, columns: Columns) -> None:
         assert self._sum is not None
         self._sum = self._sum + columns.sums
 

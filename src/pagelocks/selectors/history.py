@@ -26,41 +26,53 @@ SPAN = 60.0
 """No page's log-mass is further below the best one's, so that a page that was not evicted has a share above 0."""
 
 
+class Gaps(NamedTuple):
+    """When keys were attended, fp32 (..., G, T) each, whole numbers: what `LazyEviction` learns.
+
+    Attributes
+    ----------
+    threshold : the least weight that counts
+    last, longest : the last t with a_g(t, i) >= threshold, and the longest gap between two such
+    """
+
+    threshold: float
+    last: Tensor
+    longest: Tensor
+
+
 class Columns(NamedTuple):
     """What each key gets from some queries' attention a_g(t, i), fp32 (..., G, T) each.
 
     Attributes
     ----------
     sums, most : over those queries t
-    last, gap : the last t with a_g(t, i) >= threshold, and the longest gap between two such, gone on with; not looked
-        at where none were given
+    gaps : continued from those given; None if none were
     """
 
     sums: Tensor
     most: Tensor
-    last: Tensor
-    gap: Tensor
+    gaps: Gaps | None
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Other ways to what is learnt from a long prompt, such as kernels; each may answer None, for "not of these".
+    """Kernels that learn from a long prompt what PyTorch does here; each answers None of tensors that it is not for.
 
     Attributes
     ----------
-    columns : (query (..., G, n, d), keys (..., T, d), scale, threshold, (last, gap) or None) -> Columns
+    columns : (query (..., G, n, d), keys (..., T, d), scale, Gaps or None) -> Columns
         Causal attention of the last n of T tokens; all numbers are finite.
     likeness : (keys (..., T, d), inverse fp32 (..., T), threshold, (total, last, cosine)) -> the same of all T tokens
         As `rkv.Likeness` has them, of which those of the first tokens are known; `inverse` is one over each key's norm,
         and 0 for a key that takes no part, whatever it holds.
     """
 
-    columns: Callable[[Tensor, Tensor, float, float, tuple[Tensor, Tensor] | None], Columns | None]
+    columns: Callable[[Tensor, Tensor, float, Gaps | None], Columns | None]
     likeness: Callable[[Tensor, Tensor, float, tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor, Tensor] | None]
 
 
 passes: Passes | None = None
-"""Used instead of PyTorch where they answer; None for PyTorch alone."""
+"""Tried before PyTorch, once `eval.passes.use` was called: this module needs nothing but PyTorch itself."""
 
 
 class History(ABC):
@@ -182,8 +194,10 @@ class History(ABC):
         evicted = self._evicted.repeat_interleave(self._config.page_size, -1)
         return gone | pad(evicted, (0, tokens - evicted.shape[-1]))
 
-    def _attention(self, query: Tensor, keys: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
-        """Causal attention of the last n tokens, by chunks of queries.
+    def _attention(
+        self, query: Tensor, keys: Tensor, scale: float, plain: bool | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Causal attention of the last n tokens, by chunks of queries; `plain` is `_plain`'s answer, if it was asked.
 
         Yields
         ------
@@ -191,7 +205,8 @@ class History(ABC):
         """
         group, steps, tokens = query.shape[-3], query.shape[-2], keys.shape[-2]
         rows = max(1, chunk_on(keys) // max(1, query.shape[:-2].numel() * tokens))
-        may_hide, tame = self._looks(query, keys, scale)
+        if plain is None:
+            plain = self._plain(query, keys, scale)
         keys, gone = keys.to(torch.float32), self._gone(tokens)
         for start in range(0, steps, rows):
             part = query[..., start : start + rows, :].to(torch.float32)
@@ -200,57 +215,41 @@ class History(ABC):
             # Heads and queries as one dimension: broadcasting over heads would copy the keys for each.
             logits = torch.unflatten(part.flatten(-3, -2) @ keys[..., :seen, :].mT, -2, (group, -1)).mul_(scale)
             # In place, for these are most of the time.  No infinity stays that would make a softmax NaN.
-            if not tame:
-                logits.nan_to_num_(-torch.inf, 1e38, -1e38)
-            if may_hide:
-                logits.masked_fill_(gone[..., None, None, :seen], -torch.inf)
+            if not plain:
+                logits.nan_to_num_(-torch.inf, 1e38, -1e38).masked_fill_(gone[..., None, None, :seen], -torch.inf)
             future = torch.ones(part.shape[-2], part.shape[-2], dtype=torch.bool, device=keys.device).triu(1)
             logits[..., first:].masked_fill_(future, -torch.inf)
             weights = logits.softmax(-1)
-            yield first, weights if tame else weights.nan_to_num_(0)  # NaN for a query that sees no key
+            yield first, weights if plain else weights.nan_to_num_(0)  # NaN for a query that sees no key
 
-    def _looks(self, query: Tensor, keys: Tensor, scale: float) -> tuple[bool, bool]:
-        """Whether some keys may have to be hidden, and whether none is and no logit can overflow."""
-        # To ask, a GPU is waited for: longer than one query's mask takes.
-        may_hide = query.shape[-2] == 1 or bool(self._gone(keys.shape[-2]).any())
-        # Known beforehand, this saves two looks at all weights, which are more than the keys where queries are many.
-        bound = query.shape[-1] * max(1.0, abs(scale))
-        many = not may_hide and query.shape[-2] >= query.shape[-1]
-        return may_hide, many and _largest(query) * _largest(keys) * bound < 1e37
+    def _plain(self, query: Tensor, keys: Tensor, scale: float) -> bool:
+        """No key is hidden and no logit can overflow; False, unasked, with fewer queries than channels.
 
-    def _columns(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        scale: float,
-        threshold: float = 1.0,
-        gaps: tuple[Tensor, Tensor] | None = None,
-    ) -> Columns | None:
-        """`Passes.columns`, where there is such a pass and these are its kind of numbers."""
-        if passes is None or query.shape[-2] == 1 or not self._looks(query, keys, scale)[1]:
-            return None
-        return passes.columns(query, keys, scale, threshold, gaps)
+        To ask, a GPU is waited for, and keys are read.  It saves looks at all weights, which are more where queries are
+        many.
+        """
+        if query.shape[-2] < query.shape[-1] or bool(self._gone(keys.shape[-2]).any()):
+            return False
+        return _largest(query) * _largest(keys) * query.shape[-1] * max(1.0, abs(scale)) < 1e37
 
 
 class Watching(History):
     """One that learns from all attention there is."""
-
-    _threshold = 1.0
 
     @abstractmethod
     def _prepare(self, query: Tensor, tokens: int) -> None:
         """Make room for a step that ends at so many tokens, before its attention comes."""
 
     @abstractmethod
-    def _see(self, first: int, weights: Tensor) -> None:
+    def _add_weights(self, first: int, weights: Tensor) -> None:
         """Learn from some queries' attention, as `_attention` yields it; it is not to be changed."""
 
     @abstractmethod
-    def _take(self, columns: Columns) -> None:
+    def _add_columns(self, columns: Columns) -> None:
         """Learn from what all queries of a step gave to each key, instead."""
 
-    def _gaps(self) -> tuple[Tensor, Tensor] | None:
-        """`last` and `gap` of `Columns` so far, by `_threshold`; None for one that does not look at them."""
+    def _gaps(self) -> Gaps | None:
+        """Those so far; None for one that does not look at them."""
         return None
 
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
@@ -269,19 +268,23 @@ def observe_together(members: Sequence[History], query: Tensor, keys: Tensor, sc
 
 
 def _watch(members: Sequence[Watching], query: Tensor, keys: Tensor, scale: float) -> None:
+    """Let all of them learn from one pass over a step's attention."""
+    if not members:
+        return
     for member in members:
         member._prepare(query, keys.shape[-2])
-    asking = [member for member in members if member._gaps() is not None]
-    if members and len(asking) < 2:
-        first = asking[0] if asking else members[0]
-        columns = first._columns(query, keys, scale, first._threshold, first._gaps())
-        if columns is not None:
-            for member in members:
-                member._take(columns)
-            return
-    for position, weights in members[0]._attention(query, keys, scale) if members else ():
+    plain = members[0]._plain(query, keys, scale)
+    gaps = [each for each in (member._gaps() for member in members) if each is not None]
+    columns = None
+    if passes is not None and plain and len(gaps) < 2:
+        columns = passes.columns(query, keys, scale, gaps[0] if gaps else None)
+    if columns is not None:
         for member in members:
-            member._see(position, weights)
+            member._add_columns(columns)
+        return
+    for first, weights in members[0]._attention(query, keys, scale, plain):
+        for member in members:
+            member._add_weights(first, weights)
 
 
 def chunk_on(tensor: Tensor) -> int:

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from ..config import LocksConfig, reject
+from . import history
 from .history import History, grow, protect
 
 
 class KVzip(History):
     """s(j) = log sum_{i in j} max_{g, t} a_g(t, i): t runs over the queries with which the context is repeated.
 
-    Those queries come through `reconstruct`.  Until they do, t runs over the prompt's own queries, as `observe` gets
-    them: **that stands in for KVzip and is not KVzip**, whose point is that the context is read a second time.  Say
-    which of the two a number is of: `pagelocks eval run` calls this `kvzip-prompt`, and `kvzip` where it repeats the
-    whole prompt, question and all.
+    Those queries come through `reconstruct`.  Without `repeated`, and until they do, t runs over the prompt's own
+    queries, as `observe` gets them: **that stands in for KVzip and is not KVzip**, whose point is that the context is
+    read a second time.  Say which of the two a number is of: `pagelocks eval run` calls this `kvzip-prompt`, and
+    `kvzip` where it repeats the whole prompt, question and all.
 
     The context is what was observed before `reconstruct`, or before the first sparse step; its scores stay, since the
     original does not ask what will be asked.  It keeps all tokens after the context; here their pages come first, the
@@ -59,7 +60,7 @@ class KVzip(History):
         self._unreadable = torch.cat([context, new], -1)
         if self._context is None:
             self._importance = None
-        self._take(query, keys, scale)
+        self._look(query, keys, scale)
         self._unreadable, self._context = context, self._tokens
 
     def page_bytes(self, head_dim: int, page_size: int = 16, itemsize: int = 2, group: int = 1) -> float:
@@ -68,22 +69,24 @@ class KVzip(History):
 
     def _learn(self, query: Tensor, keys: Tensor, scale: float) -> None:
         if self._prompt is None and self._context is None and not self._repeated:
-            self._take(query, keys, scale)
+            self._look(query, keys, scale)
 
-    def _take(self, query: Tensor, keys: Tensor, scale: float) -> None:
+    def _look(self, query: Tensor, keys: Tensor, scale: float) -> None:
         most = grow(self._importance, query[..., :1, :, :], keys.shape[-2])
-        columns = self._columns(query, keys, scale)
+        plain = self._plain(query, keys, scale)
+        columns = history.passes.columns(query, keys, scale, None) if history.passes is not None and plain else None
         if columns is not None:
-            self._importance = most.maximum(columns.most.amax(-2, keepdim=True))
-            return
-        for _, weights in self._attention(query, keys, scale):
-            seen = weights.shape[-1]
-            most[..., :seen] = most[..., :seen].maximum(weights.amax((-3, -2)).unsqueeze(-2))
+            most = most.maximum(columns.most.amax(-2, keepdim=True))
+        else:
+            for _, weights in self._attention(query, keys, scale, plain):
+                seen = weights.shape[-1]
+                most[..., :seen] = most[..., :seen].maximum(weights.amax((-3, -2)).unsqueeze(-2))
         self._importance = most
 
     def _score(self, count: int) -> Tensor:
         if self._importance is None:
-            raise reject("selector", "KVzip", "the prompt has not been repeated to it", "Call reconstruct first.")
+            remedy = "Make a new one, and call reconstruct before it selects."
+            raise reject("selector", "KVzip", "the prompt has not been repeated to it", remedy)
         assert self._prompt is not None
         context = self._prompt if self._context is None else self._context
         first = context // self._config.page_size

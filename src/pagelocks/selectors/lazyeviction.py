@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import LocksConfig, reject
-from .history import Columns, Watching, check_number, grow, protect
+from .history import Columns, Gaps, Watching, check_number, grow, protect
 
 
 class LazyEviction(Watching):
@@ -49,7 +49,7 @@ class LazyEviction(Watching):
         self._last, self._gap = grow(self._last, query, tokens), grow(self._gap, query, tokens)
         self._last[..., self._tokens :] = torch.arange(self._tokens, tokens, device=query.device)
 
-    def _see(self, first: int, weights: Tensor) -> None:
+    def _add_weights(self, first: int, weights: Tensor) -> None:
         assert self._last is not None and self._gap is not None
         seen = weights.shape[-1]
         last, longest = self._last[..., :seen].flatten(), self._gap[..., :seen].flatten()  # copies, or views of all
@@ -63,12 +63,13 @@ class LazyEviction(Watching):
         self._last[..., :seen] = last.view_as(self._last[..., :seen])
         self._gap[..., :seen] = longest.view_as(self._gap[..., :seen])
 
-    def _gaps(self) -> tuple[Tensor, Tensor] | None:
+    def _gaps(self) -> Gaps | None:
         assert self._last is not None and self._gap is not None
-        return self._last, self._gap
+        return Gaps(self._threshold, self._last, self._gap)
 
-    def _take(self, columns: Columns) -> None:
-        self._last, self._gap = columns.last, columns.gap
+    def _add_columns(self, columns: Columns) -> None:
+        assert columns.gaps is not None
+        self._last, self._gap = columns.gaps.last, columns.gaps.longest
 
     def _score(self, count: int) -> Tensor:
         assert self._last is not None and self._gap is not None
